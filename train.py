@@ -28,14 +28,16 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.forecast.dry_run import report
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, cut_line, fitted
+    from trainer.forecast.preflight import check, cut_line, with_fitting_microbatch
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin
 
     remarks = []
     for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
-        configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
+        configs[i] = with_fitting_microbatch(
+            config, Degrees() if config.dry_run else resolve(config.parallel, launch.size)
+        )
         own = None if job.settings is None else job.settings.line(kept_tree(configs[i]))
         remarks.append("\n".join(line for line in (own, cut_line(config, configs[i])) if line))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]

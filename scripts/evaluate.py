@@ -101,10 +101,10 @@ def logged_loss(saved: "Saved") -> float | None:
 def run_lm_eval(saved: "Saved", tasks: str) -> None:
     """Run lm-eval's own program on the export, which is deleted afterwards. Its output goes to the terminal."""
     from trainer.offline.export import export_run
-    from trainer.offline.hf_export import Numbers
+    from trainer.offline.hf_export import ExportFormat
 
     with tempfile.TemporaryDirectory() as folder:
-        export_run(saved.checkpoint, out := Path(folder) / "hf", Numbers.bf16)
+        export_run(saved.checkpoint, out := Path(folder) / "hf", ExportFormat.bf16)
         where = ["--model", "hf", "--model_args", f"pretrained={out},dtype=bfloat16", "--device", saved.device.type]
         done = subprocess.run([sys.executable, "-m", "lm_eval", *where, "--tasks", tasks], check=False)
     if done.returncode:

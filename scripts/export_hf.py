@@ -36,12 +36,12 @@ def run() -> None:
     most = size_of(arguments.max_shard_size)
 
     from trainer.offline.export import export_run
-    from trainer.offline.hf_export import Numbers
+    from trainer.offline.hf_export import ExportFormat
 
     made, remarks = export_run(
         arguments.run,
         arguments.out,
-        Numbers(arguments.dtype),
+        ExportFormat(arguments.dtype),
         step=arguments.step,
         mtp=arguments.mtp,
         max_file_bytes=most,

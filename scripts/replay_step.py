@@ -56,20 +56,20 @@ def run() -> None:
     given = parser.parse_intermixed_args()
     from trainer.offline.replay import config_of, find, replay  # imports torch
 
-    course = find(given.run, given.step, given.most)
-    tree = config_of(course, given.overrides, not given.without_faults)
-    done = replay(course, tree, PRECISIONS / f"{given.against}.yaml", given.microbatch)
+    target = find(given.run, given.step, given.most)
+    tree = config_of(target, given.overrides, not given.without_faults)
+    done = replay(target, tree, PRECISIONS / f"{given.against}.yaml", given.microbatch)
     print("\n".join([*head(done), "", *data(done), "", *table(done, given.only)]))
 
 
 def head(done: "Replay") -> list[str]:
     """Return a description of the replay, and the result in both precisions."""
-    course = done.course
-    begin = "the start of the run" if course.checkpoint is None else course.checkpoint.name
-    again = course.step - 1 - course.first
-    lines = [f"{course.run}, step {course.step}: from {begin}, {again} step{'s' * (again != 1)} trained again"]
-    if course.rewinds:
-        lines.append(f"as after {len(course.rewinds)} rewind{'s' * (len(course.rewinds) > 1)} of the run")
+    target = done.target
+    begin = "the start of the run" if target.checkpoint is None else target.checkpoint.name
+    again = target.step - 1 - target.first
+    lines = [f"{target.run}, step {target.step}: from {begin}, {again} step{'s' * (again != 1)} trained again"]
+    if target.rewinds:
+        lines.append(f"as after {len(target.rewinds)} rewind{'s' * (len(target.rewinds) > 1)} of the run")
     if done.config.debug.inject is not None:
         lines.append("with the faults of debug.inject, as in the run (--without-faults leaves them out)")
     rows: list[tuple[str, ...]] = [("", "loss", "gradient norm", "")]
@@ -78,13 +78,13 @@ def head(done: "Replay") -> list[str]:
         verdict = f"a spike: {place.removesuffix(' (spike)')}" if place.endswith(" (spike)") else place
         verdict = f"not finite, first at {place}" if verdict == place else verdict
         rows.append((each.name, f"{each.loss:.4f}", f"{each.grad_norm:.4g}", verdict if place else "finite"))
-    if course.logged is not None:
-        loss, norm = (course.logged.get(key) for key in ("loss/total", "optim/grad_norm"))
+    if target.logged is not None:
+        loss, norm = (target.logged.get(key) for key in ("loss/total", "optim/grad_norm"))
         cells = ("" if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (norm, ".4g")))
         rows.append(("the run logged", *cells, ""))
     lines += ["", *aligned(rows, {0, 3})]
-    if course.event is not None:
-        lines += ["", f"the run reported: {course.event['message']}"]
+    if target.event is not None:
+        lines += ["", f"the run reported: {target.event['message']}"]
     return lines
 
 

@@ -32,7 +32,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from soak_bits import Wrong
+from soak_bits import SoakFailure
 from soak_faults import FAULTS
 from soak_runs import Course, warm_up, write_corpus
 
@@ -41,7 +41,7 @@ RECIPES = ("fp8_delayed", "bf16", "fp8_jit", "fp8_block", "fp16")
 
 
 def course(folder: Path, number: int, seed: int, ranks: int) -> Course:
-    """Return the course of this number. Raises Wrong if its reference does not end."""
+    """Return the course of this number. Raises SoakFailure if its reference does not end."""
     chance = random.Random(f"course {seed} {number}")
     value, where = chance.choice(["nan", "inf"]), chance.choice(["loss", "activation", "gradient", "weight"])
     words = [f"+recipe={RECIPES[number % len(RECIPES)]}", f"trainer.seed={chance.randrange(100)}"]
@@ -71,7 +71,7 @@ def soak(folder: Path, numbers: range, seed: int, ranks: int) -> dict[str, Count
         try:
             detail = apply(now, place, chance)
             result = now.verdict(place, refusable=not kind.startswith("process"))
-        except Wrong as wrong:
+        except SoakFailure as wrong:
             detail, result, why = "", "lost", str(wrong)
             place.rename(folder / f"lost{number}")
         tally.setdefault(kind, Counter())[result] += 1
@@ -107,7 +107,7 @@ def main() -> int:
         write_corpus(folder)
         warm_up(folder)
         tally = soak(folder, numbers, options.seed, options.ranks)
-    except Wrong as wrong:
+    except SoakFailure as wrong:
         print(f"soak: WRONG (--seed {options.seed}): {wrong}\nsee {folder}", flush=True)
         return 1
     lost, minutes = sum(found["lost"] for found in tally.values()), (time.monotonic() - began) / 60

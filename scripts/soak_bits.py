@@ -12,7 +12,7 @@ BITWISE = ("loss/", "optim/", "moe/", "fp8/")
 STATE = ("model", "optimizer", "arena", "guard", "loader", "rng")
 
 
-class Wrong(AssertionError):
+class SoakFailure(AssertionError):
     """A failure that the soak test looks for."""
 
 
@@ -30,7 +30,7 @@ def metrics(run: Path) -> dict[int, dict[str, Any]]:
         known = steps.setdefault(entry["step"], {})
         for key, value in entry.items():
             if key.startswith(BITWISE) and known.setdefault(key, value) != value:
-                raise Wrong(f"{run.name}: step {entry['step']} has {key} twice, {known[key]} and {value}")
+                raise SoakFailure(f"{run.name}: step {entry['step']} has {key} twice, {known[key]} and {value}")
     return steps
 
 

@@ -1,7 +1,7 @@
 """The faults of the soak test (`soak.py`), applied to a run's processes, and to the files of the run and of its data.
 
 Each is a function of (course, place, chance): it changes the copy in `place`, at random, and returns a description.
-Raises Wrong if a process ends as it must not.
+Raises SoakFailure if a process ends as it must not.
 """
 
 import random
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from soak_bits import Wrong
+from soak_bits import SoakFailure
 from soak_runs import Course, Job
 
 from trainer.checkpoint import list_checkpoints
@@ -62,7 +62,7 @@ def kill(course: Course, place: Path, chance: random.Random) -> str:
             job.signal(signal.SIGTERM)
         printed = job.end()
         if job.codes[victim] not in (-signal.SIGKILL, 0) or not set(job.codes) <= {-signal.SIGKILL, 0, 1, 143}:
-            raise Wrong(f"rank {victim} killed, and exit codes {job.codes}: {printed}")
+            raise SoakFailure(f"rank {victim} killed, and exit codes {job.codes}: {printed}")
     return f"rank {victim}, {when}, {times} x"
 
 
@@ -76,12 +76,12 @@ def stop(course: Course, place: Path, chance: random.Random) -> str:
     printed = job.end()
     too_early = {-signal.SIGTERM, -signal.SIGINT} if not printed else set()  # before the first line of train.py
     if not set(job.codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
-        raise Wrong(f"stopped by {number.name}, and exit codes {job.codes}: {printed}")
+        raise SoakFailure(f"stopped by {number.name}, and exit codes {job.codes}: {printed}")
     if "saved; resume" in printed:
         step = int(printed.partition("after step ")[2].split(",")[0])
         newest = list_checkpoints(place / "runs" / "run" / "checkpoints")[-1].name
         if newest != f"step_{step:08d}":
-            raise Wrong(f"says that it saved step {step}, and the newest checkpoint is {newest}")
+            raise SoakFailure(f"says that it saved step {step}, and the newest checkpoint is {newest}")
     return f"{number.name}{' twice' * twice} {when}"
 
 
@@ -97,7 +97,7 @@ def fill_disk(course: Course, place: Path, chance: random.Random) -> str:
             resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
     printed = job.end()
     if not set(job.codes) <= {0, 1, 2}:
-        raise Wrong(f"exit codes {job.codes}: {printed}")
+        raise SoakFailure(f"exit codes {job.codes}: {printed}")
     return f"{limit:,} bytes a file {when}; exit codes {job.codes}"
 
 
@@ -170,7 +170,7 @@ def plant_link(course: Course, place: Path, chance: random.Random) -> str:
     job = course.start()
     printed = job.end()
     if victim.read_bytes() != content:
-        raise Wrong(f"{name} was a link, and what it points to was written: {printed}")
+        raise SoakFailure(f"{name} was a link, and what it points to was written: {printed}")
     if path.is_symlink():
         path.unlink()
     return f"{name}; exit code {job.codes[0]}"

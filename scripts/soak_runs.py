@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from soak_bits import Wrong, differs, metrics, state
+from soak_bits import SoakFailure, differs, metrics, state
 
 import trainer.run.run_folder as run_folder
 from trainer.checkpoint import list_checkpoints
@@ -77,16 +77,16 @@ class Job:
         return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) for p in self.processes)
 
     def end(self, seconds: float = 300) -> str:
-        """Wait until all have ended, and fill `codes`. Returns their output. Raises Wrong for a traceback."""
+        """Wait until all have ended, and fill `codes`. Returns their output. Raises SoakFailure for a traceback."""
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise Wrong(f"did not end in {seconds:.0f} s; it printed: {self.printed()}")
+                raise SoakFailure(f"did not end in {seconds:.0f} s; it printed: {self.printed()}")
             time.sleep(0.02)
         self.codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in self.processes]
         if "Traceback" in (printed := self.printed()):
-            raise Wrong(f"ended with a traceback: {printed}")
+            raise SoakFailure(f"ended with a traceback: {printed}")
         return printed
 
     def printed(self) -> str:
@@ -110,7 +110,7 @@ class Course:
         job = self.start()
         printed = job.end()
         if any(job.codes):
-            raise Wrong(f"{folder.name}: the reference ended with {job.codes}: {printed}")
+            raise SoakFailure(f"{folder.name}: the reference ended with {job.codes}: {printed}")
         place.rename(self.base)
         run = self.base / "runs" / "run"
         self.state, self.metrics = state(run, STEPS), metrics(run)
@@ -120,7 +120,7 @@ class Course:
         self.events: set[str] = set()
         place, began = self.copy(), time.monotonic()
         if self.verdict(place, refusable=False) != "noticed":  # by its new events, which are normal for a resume
-            raise Wrong(f"{folder.name}: a resume has no event")
+            raise SoakFailure(f"{folder.name}: a resume has no event")
         self.seconds, self.events = time.monotonic() - began, new_events(place, self.base)
 
     def copy(self) -> Path:
@@ -144,23 +144,24 @@ class Course:
         return job
 
     def verdict(self, place: Path, refusable: bool) -> str:
-        """Resume the run in `place` to its end: return noticed or same, or raise Wrong. refusable: it may refuse."""
+        """Resume the run in `place` to its end: return noticed or same, or raise SoakFailure. refusable: it may
+        refuse."""
         job = self.start()
         printed = job.end()
         if any(job.codes):
             lines = [line for line in printed.splitlines() if line]
             if refusable and len(lines) == 1 and lines[0].startswith("octet: error: "):
                 return "noticed"
-            raise Wrong(f"exit codes {job.codes}: {printed}")
+            raise SoakFailure(f"exit codes {job.codes}: {printed}")
         run, noticed = place / "runs" / "run", "octet: " in printed or bool(new_events(place, self.base) - self.events)
         if (where := differs(state(run, STEPS), self.state)) is not None:
-            raise Wrong(f"{where} has other bits{', though damage was reported' * noticed}: {printed}")
+            raise SoakFailure(f"{where} has other bits{', though damage was reported' * noticed}: {printed}")
         if not refusable:
             ours, wanted = metrics(run), self.metrics
             if "metrics.jsonl can be written again; " in (run / "logs" / "rank0.log").read_text(errors="replace"):
                 wanted = {step: wanted[step] for step in ours}  # a full disk lost lines, and the run has reported it
             if (where := differs(ours, wanted)) is not None:
-                raise Wrong(f"metrics: {where} has other bits")
+                raise SoakFailure(f"metrics: {where} has other bits")
         return "noticed" if noticed else "same"
 
 

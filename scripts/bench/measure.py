@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from precision.errors import RunError, UserError
-from trainer.health.nvml import Gpu, Lost, Unavailable, find
+from trainer.health.nvml import Gpu, GpuLost, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "n/a"
@@ -255,7 +255,7 @@ class Meter:
                 if gpu.joules() is None:
                     raise Unavailable("this GPU has no energy counter")
                 self._gpu = gpu
-            except (Unavailable, Lost) as error:
+            except (Unavailable, GpuLost) as error:
                 say(f"no watts: {error}")
 
     def __enter__(self) -> "Meter":

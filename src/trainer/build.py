@@ -28,7 +28,7 @@ from trainer.checkpoint import (
 )
 from trainer.config import Config
 from trainer.config.paths import kept_tree
-from trainer.config.timeline import Timeline, widest, with_epochs
+from trainer.config.timeline import Timeline, at_peak_memory, with_epochs
 from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
@@ -101,7 +101,7 @@ class Run:
     def save(self, step: int) -> None:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
-        self.folder.heal(step, self.sinks.event)
+        self.folder.recreate_if_deleted(step, self.sinks.event)
         meta = made_by(self.config, self.data.tokenizer_hash)
         self.checkpointer.save(step, self.state(), meta, began, self.ladder.streak_begins)
 
@@ -131,7 +131,7 @@ class Run:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors start without a scaling history" if fresh else ""
         self.sinks.event("resume", self.folder.first_step, message)
-        self.checkpointer.announce(self.folder.first_step, self.ladder.streak_begins)
+        self.checkpointer.warn_of_deletions(self.folder.first_step, self.ladder.streak_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
             changed = f"the text of {self.data.validation.path} has changed, and so loss/validation will"
             self.sinks.event("data", self.folder.first_step, changed, path=str(self.data.validation.path))
@@ -139,7 +139,7 @@ class Run:
     def rewind(self, step: int) -> int:
         """Return to a checkpoint, in place, after too many skipped steps in a row up to `step`, and leave out what they
         read. Returns the checkpoint's step; raises TrainingStopped if that does not help. A collective."""
-        self.checkpointer.settle()
+        self.checkpointer.wait_for_save()
         committed = int(self.engine.guard.committed)
 
         def first(verify: Verify) -> Rewind | str:
@@ -154,7 +154,7 @@ class Run:
         self._take_over(self.checkpointer.folder / checkpoint_name(choice.to))
         self._apply_rewinds()
         self.sinks.rewind(choice.to)
-        self.checkpointer.go_back(choice.to)
+        self.checkpointer.rewind_to(choice.to)
         what = {key: value for key, value in asdict(choice).items() if key != "step"}
         self.sinks.event("rollback", step, message, **what)
         return choice.to
@@ -192,7 +192,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         data, about_data = _find_data(config, world)
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
-    batch, longest = max(each.batch for each in timeline.stretches), max(each.length for each in timeline.stretches)
+    batch, longest = max(each.batch for each in timeline.segments), max(each.length for each in timeline.segments)
     loader = Loader(
         data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
     )
@@ -287,7 +287,7 @@ def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.Wa
 def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:
     alerts, bubble = config.health.alerts, None
     if engine.pipelined is not None:
-        bubble = engine.pipelined.clock, idle_share(widest(config), engine.plan, engine.degrees)
+        bubble = engine.pipelined.clock, idle_share(at_peak_memory(config), engine.plan, engine.degrees)
     return Stragglers(world, alerts.enabled and alerts.straggler is not None, bubble)
 
 

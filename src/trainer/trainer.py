@@ -27,7 +27,7 @@ from models.flops import flops_per_token
 from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
-from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
+from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
 from trainer.data import validation_batches
 from trainer.forecast.fits import what_grew
 from trainer.forecast.memory import forecast
@@ -66,7 +66,7 @@ class Trainer:
         self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # with the windows of each step
         self._latest: StepResult | None = None
         self._timeline = Timeline(self.config.trainer)
-        self._now: tuple[Stretch, LossWeights] | None = None
+        self._now: tuple[Segment, LossWeights] | None = None
         self._throughput = Throughput(0.0, self.run.world.device)
 
     def train(self) -> Summary:
@@ -172,7 +172,7 @@ class Trainer:
         count = windows if most is None else min(windows, most)
 
         def seen(done: int) -> None:
-            r.sinks.doing(f"evaluating {done:,}/{count:,}")
+            r.sinks.activity(f"evaluating {done:,}/{count:,}")
             if stop is not None and (name := stop.new_signal()) is not None:
                 state = "all steps are trained, and the last evaluation continues; a second signal ends it"
                 r.sinks.event("signal", self.step, f"{name}: {state}")
@@ -244,7 +244,7 @@ class Trainer:
         e = self.run.engine
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
-        expected, _ = forecast(widest(self.config), e.plan, degrees, float(total))
+        expected, _ = forecast(at_peak_memory(self.config), e.plan, degrees, float(total))
         return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from precision.errors import UserError
-from trainer.offline.replay import Course, Replay, config_of, find, replay
+from trainer.offline.replay import Replay, ReplayTarget, config_of, find, replay
 
 ROOT = Path(__file__).parents[2]
 KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"
@@ -39,9 +39,9 @@ def gone_back(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path
     return small_runs.train(folder, "run", *KEYS, *keys, bad_data)
 
 
-def again(course: Course, *overrides: str, against: str = "bf16", faults: bool = True) -> Replay:
-    tree = config_of(course, list(overrides), faults)
-    return replay(course, tree, ROOT / "configs" / "precision" / f"{against}.yaml", None)
+def again(target: ReplayTarget, *overrides: str, against: str = "bf16", faults: bool = True) -> Replay:
+    tree = config_of(target, list(overrides), faults)
+    return replay(target, tree, ROOT / "configs" / "precision" / f"{against}.yaml", None)
 
 
 def contents(folder: Path) -> Fold:
@@ -55,9 +55,9 @@ def logged(run: Path, step: int) -> dict[str, Any]:
 
 def test_a_dropped_step(run: Path) -> None:
     before = contents(run)
-    course = find(run, 4, 10)
-    assert (course.checkpoint and course.checkpoint.name, course.first) == ("step_00000003", 3)
-    done = again(course)
+    target = find(run, 4, 10)
+    assert (target.checkpoint and target.checkpoint.name, target.first) == ("step_00000003", 3)
+    done = again(target)
     assert contents(run) == before, "the run's folder is only read"
     for each in (done.ours, done.theirs):  # the fault is in the step, whatever the precision
         assert each.place == "layers.1.attn (backward)"
@@ -65,8 +65,8 @@ def test_a_dropped_step(run: Path) -> None:
         assert first is not None and (first.name, first.not_finite) == ("layers.1.attn:grad", 1)
         assert each.probe.bad_sequences == [0]
     assert done.ours.loss == logged(run, 4)["loss/total"], "the same bits"
-    assert course.event is not None and course.event["windows"][0] == done.windows[0] and done.microbatch == 0
-    healthy = again(course, faults=False)
+    assert target.event is not None and target.event["windows"][0] == done.windows[0] and done.microbatch == 0
+    healthy = again(target, faults=False)
     assert healthy.ours.place is None and healthy.ours.probe.first_bad is None
     assert healthy.ours.loss == done.ours.loss
 
@@ -92,7 +92,7 @@ def test_a_good_step_after_a_dropped_one(run: Path) -> None:
 
 def test_from_the_start_and_with_other_keys(run: Path) -> None:
     done = again(find(run, 2, 10), "precision.scaling.margin=1", "trainer.microbatch_size=4")
-    assert done.course.checkpoint is None and done.microbatches == 1
+    assert done.target.checkpoint is None and done.microbatches == 1
     assert done.ours.loss == pytest.approx(logged(run, 2)["loss/total"], abs=0.02)
 
 

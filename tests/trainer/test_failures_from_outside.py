@@ -73,8 +73,8 @@ def at(trainer: Trainer, step: int, do: Callable[[], object]) -> None:
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(config: Configs, disk: Callable[[bool], None]) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=1", "checkpoint.keep=0"))
-    at(trainer, 3, lambda: (trainer.run.checkpointer.settle(), disk(True)))
-    at(trainer, 5, lambda: (trainer.run.checkpointer.settle(), disk(False)))
+    at(trainer, 3, lambda: (trainer.run.checkpointer.wait_for_save(), disk(True)))
+    at(trainer, 5, lambda: (trainer.run.checkpointer.wait_for_save(), disk(False)))
     run = trainer.train().folder
     assert checkpoints(run) == [f"step_{step:08d}" for step in (1, 2, 5, 6)]
     alerts = events(run, "alert")
@@ -87,7 +87,7 @@ def test_a_run_whose_end_cannot_be_saved_reports_it_after_its_summary(
     config: Configs, disk: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    at(trainer, 6, lambda: (trainer.run.checkpointer.settle(), disk(True)))
+    at(trainer, 6, lambda: (trainer.run.checkpointer.wait_for_save(), disk(True)))
     with pytest.raises(
         TrainingStopped, match=r"training has finished, .* not saved: .*step 6 .*File too large.* earlier"
     ) as end:
@@ -118,7 +118,7 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
     run = trainer.run.folder.path
     before = {name: (run / name).read_bytes() for name in ("config.yaml", "precision_plan.txt", "backends.json")}
-    at(trainer, 4, lambda: (trainer.run.checkpointer.settle(), shutil.rmtree(run)))
+    at(trainer, 4, lambda: (trainer.run.checkpointer.wait_for_save(), shutil.rmtree(run)))
     trainer.train()
     assert {name: (run / name).read_bytes() for name in before} == before
     assert checkpoints(run) == ["step_00000004", "step_00000006"]
@@ -301,15 +301,15 @@ def test_a_signal_during_an_evaluation_or_a_save_saves_the_next_step(config: Con
 
 def test_a_signal_in_the_last_evaluation_is_reported_and_the_evaluation_continues(config: Configs) -> None:
     trainer = Trainer(config("run.name=a"))
-    doing, told = trainer.run.sinks.doing, []
+    activity, told = trainer.run.sinks.activity, []
 
     def interrupted(what: str) -> None:
-        doing(what)
+        activity(what)
         if not told:
             signal.raise_signal(signal.SIGINT)
         told.append(what)
 
-    trainer.run.sinks.doing = interrupted  # type: ignore[method-assign]
+    trainer.run.sinks.activity = interrupted  # type: ignore[method-assign]
     assert trainer.train().step == 6
     count = int(told[-1].rpartition("/")[2].replace(",", ""))
     assert len(told) > 1 and told[-1] == f"evaluating {count}/{count}"

@@ -305,7 +305,7 @@ def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, mo
 def test_the_end_looks_at_as_much_text_as_it_may(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config("trainer.max_steps=1", "eval.at_end=5"))
     said: list[str] = []
-    monkeypatch.setattr(trainer.run.sinks, "doing", said.append)
+    monkeypatch.setattr(trainer.run.sinks, "activity", said.append)
     monkeypatch.delattr("trainer.data.bigram.count")  # computed when the data was prepared
     summary = trainer.train()
     assert math.isfinite(summary.validation_loss) and summary.bigram_loss == trainer.run.data.bigram_loss is not None

@@ -88,7 +88,7 @@ class Checkpointer:
         if self._is_first:
             delete_leftovers(folder)
 
-    def announce(self, step: int, before: int | None = None) -> None:
+    def warn_of_deletions(self, step: int, before: int | None = None) -> None:
         """Warn if the next save of a run resumed from `step` will delete more checkpoints than the one that it
         replaces, because `keep` was larger before. before: as for `save`."""
         found = list_checkpoints(self.folder)
@@ -150,12 +150,12 @@ class Checkpointer:
                 self._last = -1  # it may be tried again
                 raise
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Return when no save is being written, successful or not."""
         if self._pending is not None:
             self._pending.exception()
 
-    def go_back(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         """Set later checkpoints aside because the run resumes from `step`. Their steps may be saved again."""
         self._last = step
         if self._is_first:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from trainer.checkpoint.manifest import STATE, FileDigest, seal, write_file
+from trainer.checkpoint.manifest import STATE, FileDigest, write_file, write_manifest
 from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from trainer.files import sync_folder
@@ -103,7 +103,7 @@ class CheckpointWriter(SafetensorsWriter):
         self.files[STATE] = write_file(self.folder / STATE, self._text)
         for name, digest in self.files.items():
             _see(self.folder / name, digest)
-        seal(self.folder, self.files)
+        write_manifest(self.folder, self.files)
         self.folder.rename(self._path)
         sync_folder(self._path.parent)
 

@@ -54,7 +54,7 @@ def write_file(path: Path, text: str) -> FileDigest:
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
-def seal(folder: Path, files: dict[str, FileDigest]) -> None:
+def write_manifest(folder: Path, files: dict[str, FileDigest]) -> None:
     """Write the manifest of `files` (by name within the folder) and sync the folder: from here on it verifies."""
     write_file(folder / MANIFEST, _manifest_text({name: asdict(digest) for name, digest in files.items()}))
     sync_folder(folder)

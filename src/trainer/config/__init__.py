@@ -13,6 +13,7 @@ from trainer.config.sections import (
     EvalConfig,
     GpuChoice,
     InjectConfig,
+    InjectPlace,
     Iteration,
     LoggingConfig,
     Moments,
@@ -27,7 +28,6 @@ from trainer.config.sections import (
     TrainerConfig,
     WandbConfig,
     WandbMode,
-    Where,
 )
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "EvalConfig",
     "GpuChoice",
     "InjectConfig",
+    "InjectPlace",
     "Iteration",
     "LoggingConfig",
     "Moments",
@@ -59,7 +60,6 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
     "WandbMode",
-    "Where",
     "load",
     "meant_by",
     "unknown_key",

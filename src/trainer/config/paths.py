@@ -23,8 +23,8 @@ NO_PATHS = "never", "auto"
 
 
 def kept_tree(config: "Config") -> dict[str, Any]:
-    """Return `anchored(config)` as plain values, enums by name: the content of config.yaml."""
-    return _plain(asdict(anchored(config)))
+    """Return `with_absolute_paths(config)` as plain values, enums by name: the content of config.yaml."""
+    return _plain(asdict(with_absolute_paths(config)))
 
 
 def _plain(value: Any) -> Any:
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def anchored(config: "Config") -> "Config":
+def with_absolute_paths(config: "Config") -> "Config":
     """Return a copy of `config` that means in any folder what `config` means in this one."""
     run, data, alerts = config.run, config.data, config.health.alerts
     mix = [replace(entry, **_sources(entry, entry.source or data.source)) for entry in data.mix]

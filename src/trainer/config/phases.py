@@ -39,7 +39,7 @@ class Amount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class Notation:
     """A value that can be written in several ways. what: the ways, for a message; read: returns its amount, or None."""
 
     what: str
@@ -80,9 +80,9 @@ def is_share(value: int | float | str) -> bool:
 
 
 Span = Annotated[
-    int | float | str, Written("steps (2000), tokens (10B) or a share of the run (0.02), none of them negative", span)
+    int | float | str, Notation("steps (2000), tokens (10B) or a share of the run (0.02), none of them negative", span)
 ]
-Length = Annotated[int | float | str, Written("tokens (10B, 1e9) or epochs of the text ('3 epochs')", length)]
+Length = Annotated[int | float | str, Notation("tokens (10B, 1e9) or epochs of the text ('3 epochs')", length)]
 
 
 class Shape(Enum):

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from precision.errors import UserError
-from trainer.config.phases import Written
+from trainer.config.phases import Notation
 from trainer.config_diff import printable
 
 LARGEST = 2**53  # limit of whole numbers: up to it they are exact as 64-bit integer and float
@@ -76,7 +76,7 @@ def describe(annotation: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if inner in names:
         return names[inner] + or_null
-    if (written := _written(inner)) is not None:
+    if (written := _notation(inner)) is not None:
         return written.what + or_null
     if get_origin(inner) is list:
         entry = get_args(inner)[0]
@@ -118,7 +118,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         if not isinstance(tree, dict):
             raise _wrong(key, tree, annotation)
         return _fit_section(tree, cast(type, inner), unknown, key)
-    if (written := _written(inner)) is not None:
+    if (written := _notation(inner)) is not None:
         if not isinstance(tree, int | float | str) or written.read(tree) is None:
             raise _wrong(key, tree, annotation)
         return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
@@ -181,7 +181,7 @@ def _ratio(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b).ratio()
 
 
-def _written(annotation: Any) -> Written | None:
+def _notation(annotation: Any) -> Notation | None:
     """Return how a value can be written, if there are several ways."""
     return annotation.__metadata__[0] if get_origin(annotation) is Annotated else None
 

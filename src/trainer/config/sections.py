@@ -73,7 +73,7 @@ class Schedule(Enum):
     phases = "phases"
 
 
-class Where(Enum):
+class InjectPlace(Enum):
     """Place of `debug.inject`'s fault."""
 
     loss = "loss"
@@ -323,7 +323,7 @@ class InjectConfig:
 
     step: int
     """The step of the fault, or the first of several."""
-    where: Where
+    where: InjectPlace
     """loss, gradient, activation or weight (the compute weight)."""
     value: float
     """nan or inf; or a spike, a number above 1: it multiplies the loss; elsewhere it replaces one element."""

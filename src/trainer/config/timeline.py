@@ -5,7 +5,7 @@ length, the tokens read before, loss weights. So a run that resumes, rewinds or 
 needs no state for it, and a skipped step counts like any other: it is an attempt, and has read its tokens.
 
 Tokens are converted to steps here, rounded up: the step that reaches a number of tokens is the last before it. Between
-two points the learning rate moves by steps, which in a stretch of one batch is the same as by tokens.
+two points the learning rate moves by steps, which in a segment of one batch is the same as by tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDLESS = 2**53
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Steps of one shape. first: number of the first one; before: tokens of all steps before it; batch: sequences in a
     step; section: number of earlier changes of the sequence length."""
 
@@ -44,7 +44,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase in steps: those after `begin`, up to `end`. stretches: of it, in order."""
+    """A phase in steps: those after `begin`, up to `end`. segments: of it, in order."""
 
     begin: int
     end: int
@@ -72,7 +72,7 @@ class Timeline:
         self._most_steps = ENDLESS if t.max_steps is None else t.max_steps
         self.epochs = most.number if most is not None and most.unit is Unit.epochs else None
         """Length of a run in epochs, until `with_epochs` converts it to tokens."""
-        self._stretches = [Stretch(1, 0, t.global_batch_size, t.microbatch_size, t.sequence_length, 0)]
+        self._segments = [Segment(1, 0, t.global_batch_size, t.microbatch_size, t.sequence_length, 0)]
         self.phases: list[Phase] = []
         for number, phase in enumerate(t.phases):
             self._add(f"trainer.phases[{number}]", phase, number == len(t.phases) - 1)
@@ -80,13 +80,13 @@ class Timeline:
         """Steps of the whole run."""
 
     @property
-    def stretches(self) -> list[Stretch]:
-        """All stretches of the run, in order."""
-        return [each for each in self._stretches if each.first <= max(self.steps, 1)]
+    def segments(self) -> list[Segment]:
+        """All segments of the run, in order."""
+        return [each for each in self._segments if each.first <= max(self.steps, 1)]
 
-    def at(self, step: int) -> Stretch:
-        """Return the stretch of step number `step`, from 1."""
-        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
+    def at(self, step: int) -> Segment:
+        """Return the segment of step number `step`, from 1."""
+        return self._segments[bisect_right(self._segments, step, key=lambda each: each.first) - 1]
 
     def tokens(self, step: int) -> int:
         """Return the tokens read by the end of that step; 0: none."""
@@ -119,15 +119,15 @@ class Timeline:
         return LossWeights(mtp, rate)
 
     def read_by(self, step: int) -> list[tuple[int, int, int]]:
-        """Return first step, batch and sequence length of each stretch read by the end of a step."""
+        """Return first step, batch and sequence length of each segment read by the end of a step."""
         shapes: list[tuple[int, int, int]] = []
-        for each in self._stretches:
+        for each in self._segments:
             if each.first <= step and (not shapes or shapes[-1][1:] != (each.batch, each.length)):
                 shapes.append((each.first, each.batch, each.length))
         return shapes
 
     def _add(self, key: str, phase: PhaseConfig, is_last: bool) -> None:
-        now, begin = self._stretches[-1], self.phases[-1].end if self.phases else 0
+        now, begin = self._segments[-1], self.phases[-1].end if self.phases else 0
         if phase.until is None and not is_last:
             raise UserError(f"{key}.until=null: only the last phase ends with the run; set steps, tokens or a share")
         if phase.batch_ramp and (phase.until is None or phase.global_batch_size is None):
@@ -177,15 +177,15 @@ class Timeline:
             return Amount(round(amount.number * ENDLESS), Unit.steps)
         return Amount(round(amount.number * self._most_steps), Unit.steps)
 
-    def _begin_at(self, end: int, shape: Stretch) -> None:
+    def _begin_at(self, end: int, shape: Segment) -> None:
         """Give steps after `end` this shape."""
-        now = self._stretches[-1]
+        now = self._segments[-1]
         if (now.batch, now.microbatch, now.length) == (shape.batch, shape.microbatch, shape.length):
             return
         begun = replace(shape, first=end + 1, before=self.tokens(end))
-        while self._stretches and self._stretches[-1].first >= begun.first:
-            self._stretches.pop()
-        self._stretches.append(begun)
+        while self._segments and self._segments[-1].first >= begun.first:
+            self._segments.pop()
+        self._segments.append(begun)
 
     def _last_step(self, amount: Amount) -> int:
         return int(amount.number) if amount.unit is Unit.steps else self._reach(int(amount.number))
@@ -194,7 +194,7 @@ class Timeline:
         """Return the step by whose end this many tokens are read."""
         if tokens <= 0:
             return 0
-        now = self._stretches[bisect_left(self._stretches, tokens, key=lambda each: each.before) - 1]
+        now = self._segments[bisect_left(self._segments, tokens, key=lambda each: each.before) - 1]
         return now.first - 1 - (now.before - tokens) // now.tokens
 
     def _end(self) -> int:
@@ -209,25 +209,25 @@ def _amount(value: Span) -> Amount:
     return amount
 
 
-def shaped(config: Config, stretch: Stretch) -> Config:
+def shaped(config: Config, segment: Segment) -> Config:
     """Return the config of a run whose steps all have one shape, for code that judges one step."""
     t = config.trainer
-    sizes = {"global_batch_size": stretch.batch, "microbatch_size": stretch.microbatch}
-    return replace(config, trainer=replace(t, **sizes, sequence_length=stretch.length, phases=[]))
+    sizes = {"global_batch_size": segment.batch, "microbatch_size": segment.microbatch}
+    return replace(config, trainer=replace(t, **sizes, sequence_length=segment.length, phases=[]))
 
 
-def each_shape(config: Config) -> Iterator[tuple[Stretch, Config]]:
+def each_shape(config: Config) -> Iterator[tuple[Segment, Config]]:
     """Yield all shapes of a run, with `shaped`."""
-    for stretch in Timeline(config.trainer).stretches:
-        yield stretch, shaped(config, stretch)
+    for segment in Timeline(config.trainer).segments:
+        yield segment, shaped(config, segment)
 
 
-def widest(config: Config) -> Config:
+def at_peak_memory(config: Config) -> Config:
     """Return `shaped` for the steps with most memory: the largest microbatch in tokens, then the most microbatches."""
     if not config.trainer.phases:
         return config
-    stretches = Timeline(config.trainer).stretches
-    return shaped(config, max(stretches, key=lambda each: (each.microbatch * each.length, each.tokens)))
+    segments = Timeline(config.trainer).segments
+    return shaped(config, max(segments, key=lambda each: (each.microbatch * each.length, each.tokens)))
 
 
 def with_epochs(config: Config, tokens: int) -> Config:

@@ -141,7 +141,7 @@ def split(documents: Iterable[Document], validation_fraction: float) -> tuple[li
     return train, validation
 
 
-def whats_wrong(path: Path) -> str | None:
+def unreadable_reason(path: Path) -> str | None:
     """Return why a file cannot be a document (it cannot be read, or is not UTF-8 text), or None. Reads it in blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from precision.errors import UserError
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import FORMAT, Bins, Shard
-from trainer.data.packing import Done, Packing
+from trainer.data.packing import PackedShard, Packing
 from trainer.data.prepared import BIGRAM, SIDECARS, SUMMARY, read_summary, sidecar_digests
 from trainer.data.records import SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
@@ -24,7 +24,7 @@ REVISIONS = "revisions.json"
 
 def finish(
     packing: Packing,
-    done: list[Done],
+    done: list[PackedShard],
     log: SkipLog,
     readers: Sequence[Reader],
     key: str,

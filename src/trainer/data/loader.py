@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from precision.errors import UserError
-from trainer.config.timeline import Stretch, Timeline
+from trainer.config.timeline import Segment, Timeline
 from trainer.data.bins import Bins
 from trainer.data.order import permute
-from trainer.data.prefetch import Delivery, Reader
+from trainer.data.prefetch import DeviceCopy, Reader
 
 CPU = torch.device("cpu")
 SECTION = 1 << 48
@@ -71,10 +71,10 @@ class Loader:
         """`batch_size` is the run's global one, in sequences. device: of the returned batches. ahead: number of batches
         read in advance; `close` ends that. timeline: of a run whose batch or sequence length changes. Raises UserError
         if the bins do not hold one batch."""
-        self._stretches = [Stretch(1, 0, batch_size, batch_size, sequence_length, 0)]
+        self._segments = [Segment(1, 0, batch_size, batch_size, sequence_length, 0)]
         if timeline is not None:
-            self._stretches = timeline.stretches
-        for each in self._stretches:
+            self._segments = timeline.segments
+        for each in self._segments:
             bins.check_length(each.length)
             num_windows = bins.num_windows(each.length)
             if num_windows < each.batch:
@@ -86,14 +86,14 @@ class Loader:
             raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
         self.seed = seed
-        self._lengths = {each.section: each.length for each in self._stretches}
+        self._lengths = {each.section: each.length for each in self._segments}
         self.cursor = 0
         self.step = 0
         """Batches returned since the start of the run."""
         self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order and disjoint
         self.served = np.arange(0)
         """Numbers, in the run's stream, of the windows that `next` returned last."""
-        self._delivery = Delivery(device)
+        self._delivery = DeviceCopy(device)
         self._ahead, self._reader = ahead, Reader()
         self._readings: deque[_Reading] = deque()
 
@@ -129,8 +129,8 @@ class Loader:
         self.step += 1
         return tokens
 
-    def _at(self, step: int) -> Stretch:
-        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
+    def _at(self, step: int) -> Segment:
+        return self._segments[bisect_right(self._segments, step, key=lambda each: each.first) - 1]
 
     def _reading(self, share: tuple[int, int]) -> _Reading:
         """Return the next batch, and start reading those after it."""

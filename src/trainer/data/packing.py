@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from precision.errors import UserError
 from trainer.data.records import Piece, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
-from trainer.data.sources import Taken
+from trainer.data.sources import MixedBlock
 from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, num_entries
 from trainer.data.verified import Stamp, stamp
 from trainer.digests import read_signed, write_signed
@@ -41,11 +41,11 @@ class Packing:
     fingerprint: str
 
 
-class Work(NamedTuple):
+class PackJob(NamedTuple):
     """A shard to pack."""
 
     number: int
-    blocks: list[Taken]
+    blocks: list[MixedBlock]
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Done:
+class PackedShard:
     """A packed shard."""
 
     number: int
@@ -70,7 +70,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Excuse:
+class PackFailure:
     """The reason why a shard was not packed."""
 
     message: str
@@ -93,7 +93,7 @@ class Packer:
             "source_fingerprint": packing.fingerprint,
         }
 
-    def pack(self, work: Work) -> Done:
+    def pack(self, work: PackJob) -> PackedShard:
         """Write the shard's files. Raises UserError for damaged text, unless that is allowed."""
         how, log = self._how, SkipLog(strict=not self._how.skip_damaged)
         writers: dict[str, ShardWriter] = {}
@@ -123,7 +123,7 @@ class Packer:
             for each in writers.values():
                 each.abandon()
             raise
-        done = Done(
+        done = PackedShard(
             number=work.number,
             num_bytes=work.num_bytes,
             train=f"{train}.bin" if train in writers else None,
@@ -135,7 +135,7 @@ class Packer:
         write_signed(how.folder / f"done-{work.number:05d}.json", asdict(done))
         return done
 
-    def _texts(self, work: Work, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
+    def _texts(self, work: PackJob, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
         for source, block, again in work.blocks:
             piece: Piece
             for piece in block.pieces(self._how.validation_fraction, log):
@@ -144,14 +144,14 @@ class Packer:
             self._on_read(block.num_bytes)
 
 
-def read_done(folder: Path, number: int) -> Done | None:
+def read_done(folder: Path, number: int) -> PackedShard | None:
     """Return a shard that was packed before and whose files are unchanged, or None."""
     path = folder / f"done-{number:05d}.json"
     try:
-        values = read_signed(path, [field.name for field in fields(Done)], "it is packed again")
+        values = read_signed(path, [field.name for field in fields(PackedShard)], "it is packed again")
         stamps = {name: (size, time, sha256) for name, (size, time, sha256) in values["stamps"].items()}
         whole = all(stamp(folder / name, each[2]) == each for name, each in stamps.items())
         skipped = tuple(Skipped(**each) for each in values["skipped"])
-        return Done(**{**values, "skipped": skipped, "stamps": stamps}) if whole else None
+        return PackedShard(**{**values, "skipped": skipped, "stamps": stamps}) if whole else None
     except (UserError, OSError):
         return None

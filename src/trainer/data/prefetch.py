@@ -66,7 +66,7 @@ def _work(jobs: Jobs) -> None:
         del job, future, function  # the next one may take long to come
 
 
-class Delivery:
+class DeviceCopy:
     """Brings tokens to a device. On a GPU neither the host nor the computation waits for the copy."""
 
     def __init__(self, device: torch.device) -> None:

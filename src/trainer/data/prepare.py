@@ -32,7 +32,7 @@ from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT
 from trainer.data.finish import REVISIONS, finish, tidy
-from trainer.data.packing import Done, Packing, Work, read_done
+from trainer.data.packing import PackedShard, Packing, PackJob, read_done
 from trainer.data.prepared import (
     SUMMARY,
     Prepared,
@@ -245,7 +245,7 @@ def _tokenizer(
 
 def _pack(
     packing: Packing, readers: Sequence[Reader], data: DataConfig, report: Progress
-) -> tuple[list[Done], SkipLog]:
+) -> tuple[list[PackedShard], SkipLog]:
     """Pack all shards. Return them, those of an earlier process included, and what was left out."""
     log = SkipLog(strict=not data.skip_damaged)
     what, taken, next_report, count = "packing the text", 0, 0.0, 0
@@ -262,21 +262,21 @@ def _pack(
             report(what, taken, total())
             next_report = time.monotonic() + REPORT_SECONDS
 
-    def shards() -> Iterator[Work]:
+    def shards() -> Iterator[PackJob]:
         nonlocal count
-        work = Work(0, [])
+        work = PackJob(0, [])
         size = 0
         for each in mixed(readers, data.stop, log):
             work.blocks.append(each)
             size += each.block.num_bytes
             if size >= data.shard_mb * MEGABYTE:
                 yield work
-                work, size = Work(work.number + 1, []), 0
+                work, size = PackJob(work.number + 1, []), 0
         if work.blocks:
             yield work
         count = work.number + bool(work.blocks)
 
-    def missing() -> Iterator[Work]:
+    def missing() -> Iterator[PackJob]:
         for work in shards():
             if read_done(packing.folder, work.number) is None:
                 yield work

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
-from trainer.data.corpus import NOT_UTF8, read_part, read_pieces, whats_wrong
+from trainer.data.corpus import NOT_UTF8, read_part, read_pieces, unreadable_reason
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
@@ -131,7 +131,7 @@ def position(data: bytes) -> float:
 
 
 @dataclass(frozen=True)
-class OneSided:
+class UnsplitBlock:
     """A block whose documents are all held out, or all trained on."""
 
     block: Block
@@ -365,7 +365,7 @@ class TextFile:
             for piece in document(data, self.label, "all of it", fraction, log):
                 yield piece._replace(held_out=self.held_out)
             return
-        if wrong := whats_wrong(self.path):
+        if wrong := unreadable_reason(self.path):
             log.lost(self.label, wrong)
             return
         waiting: str | None = None

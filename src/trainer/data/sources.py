@@ -33,10 +33,10 @@ from trainer.data.records import (
     Block,
     Lines,
     LinesRead,
-    OneSided,
     RowGroup,
     SkipLog,
     TextFile,
+    UnsplitBlock,
     check_column,
     unpack,
     unpack_error,
@@ -77,7 +77,7 @@ class Reader(Protocol):
 def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
     """Open a source. Raises UserError, one line, if there is nothing to read."""
     if part.held_out is not None:
-        return TwoSided(part, part.held_out)
+        return TrainAndHeldOut(part, part.held_out)
     return _open(part, validation_fraction)
 
 
@@ -89,7 +89,7 @@ def _open(part: SourceConfig, validation_fraction: float | None) -> Reader:
     return Files(part, validation_fraction)
 
 
-class TwoSided:
+class TrainAndHeldOut:
     """A source that is trained on as a whole, and one that is held out as a whole. The latter comes first: a mixture
     may end before all of the text has been read."""
 
@@ -111,11 +111,11 @@ class TwoSided:
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         for held_out, source in ((True, self._held_out), (False, self._train)):
             for block in source.blocks(log):
-                yield OneSided(block, held_out)
+                yield UnsplitBlock(block, held_out)
 
     def sample(self, num_bytes: int) -> Iterator[Block]:
         for block in self._train.sample(num_bytes):
-            yield OneSided(block, False)
+            yield UnsplitBlock(block, False)
 
 
 class Files:
@@ -311,7 +311,7 @@ def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iter
         begin += group.num_rows
 
 
-class Taken(NamedTuple):
+class MixedBlock(NamedTuple):
     """A block of a mixture."""
 
     source: int
@@ -320,14 +320,14 @@ class Taken(NamedTuple):
     """Whether the source has already been read to its end once."""
 
 
-def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken]:
+def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[MixedBlock]:
     """Yield one order of all sources: one after the other, or by their weights."""
     weights = [reader.part.weight for reader in readers]
     streams = [reader.blocks(log) for reader in readers]
     if weights[0] is None:
         for source, stream in enumerate(streams):
             for block in stream:
-                yield Taken(source, block, False)
+                yield MixedBlock(source, block, False)
         return
     taken = [0.0] * len(readers)
     ended: set[int] = set()
@@ -343,4 +343,4 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         taken[source] += block.num_bytes
-        yield Taken(source, block, source in ended)
+        yield MixedBlock(source, block, source in ended)

@@ -1,8 +1,8 @@
 """A process that packs shards: `python -m trainer.data.worker`, started by `workers`.
 
-It reads pickles from its standard input (a `Packing`, then `Work`, until the input ends) and answers each on its
-standard output: numbers, the bytes of text read, then a `Done` or an `Excuse`. If the process that started it dies, its
-input ends and it exits at once: the file in progress has a temporary name that no reader opens.
+It reads pickles from its standard input (a `Packing`, then `PackJob`, until the input ends) and answers each on its
+standard output: numbers, the bytes of text read, then a `PackedShard` or a `PackFailure`. If the process that started
+it dies, its input ends and it exits at once: the file in progress has a temporary name that no reader opens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     orders: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(orders,), daemon=True).start()
     from precision.errors import UserError
-    from trainer.data.packing import Excuse, Packer
+    from trainer.data.packing import Packer, PackFailure
 
     def answer_with(answer: Any) -> None:
         pickle.dump(answer, answers)
@@ -37,9 +37,9 @@ def main() -> None:
                 continue
             answer: Any = packer.pack(order)
         except UserError as error:
-            answer = Excuse(str(error))
+            answer = PackFailure(str(error))
         except OSError as error:
-            answer = Excuse(error.strerror or str(error), error.errno or 0)
+            answer = PackFailure(error.strerror or str(error), error.errno or 0)
         answer_with(answer)
 
 

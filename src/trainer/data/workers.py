@@ -20,10 +20,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Lock
 
 from precision.errors import RunError, UserError
-from trainer.data.packing import Done, Excuse, Packer, Packing, Work
+from trainer.data.packing import PackedShard, Packer, PackFailure, Packing, PackJob
 
 
-def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: Callable[[int], None]) -> None:
+def pack_all(packing: Packing, work: Iterator[PackJob], num_workers: int, on_read: Callable[[int], None]) -> None:
     """Pack every shard of `work`, which is read as needed. on_read: called with bytes of text that have been read.
 
     Raises UserError for faulty data, OSError for the system, RunError for a worker that was killed. The first of them
@@ -78,17 +78,17 @@ class _Worker:
         # a session of its own: Ctrl-C goes only to the first process, which decides
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-        self._say(packing)
+        self._send(packing)
 
-    def _say(self, what: object) -> None:
+    def _send(self, what: object) -> None:
         assert self._process.stdin is not None
         pickle.dump(what, self._process.stdin, pickle.HIGHEST_PROTOCOL)
         self._process.stdin.flush()
 
-    def pack(self, shard: Work, on_read: Callable[[int], None]) -> Done:
+    def pack(self, shard: PackJob, on_read: Callable[[int], None]) -> PackedShard:
         assert self._process.stdout is not None
         try:
-            self._say(shard)
+            self._send(shard)
             while isinstance(answer := pickle.load(self._process.stdout), int):
                 on_read(answer)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
@@ -98,7 +98,7 @@ class _Worker:
                 f"data.workers: a process that prepares shard {shard.number} {how} (out of memory? set fewer, or a "
                 "smaller data.shard_mb); finished shards are kept; start again to continue"
             ) from None
-        if isinstance(answer, Excuse):
+        if isinstance(answer, PackFailure):
             if answer.errno is None:
                 raise UserError(answer.message)
             raise OSError(answer.errno, answer.message)

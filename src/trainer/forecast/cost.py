@@ -40,9 +40,9 @@ from typing import NamedTuple
 from models.flops import arriving, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute, Switch
-from trainer.forecast.memory import forecast, parameters, travels_in_fp8
+from trainer.forecast.memory import forecast, is_gathered_in_fp8, parameters
 from trainer.forecast.muon import busiest, muon_size
-from trainer.forecast.once import once
+from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
 from trainer.forecast.tensor import tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy
@@ -222,7 +222,7 @@ def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, 
     return seconds
 
 
-@once
+@cached_per_plan
 def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], config: Config) -> list[_Shared]:
     """Return the numbers of each kind of rank: ranks differ by their stages. counts: blocks of each stage."""
     found = []
@@ -236,7 +236,7 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     """Return the number of parameters gathered in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
     for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
-        if travels_in_fp8(choice, row, d):
+        if is_gathered_in_fp8(choice, row, d):
             kept = d.expert if row.op == "moe.experts" else 1
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]

@@ -5,15 +5,15 @@ import math
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Device, OptimizerName, ParallelConfig
-from trainer.config.timeline import each_shape, widest
+from trainer.config.timeline import at_peak_memory, each_shape
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
-from trainer.forecast.course import course
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.header import time_line
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.muon import muon_load, muon_size
-from trainer.forecast.preflight import check_fsdp_policy, fitted, in_phase, without_effect
+from trainer.forecast.preflight import check_fsdp_policy, in_phase, with_fitting_microbatch, without_effect
+from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.stages import stages_line
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short
@@ -27,12 +27,12 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     processes; with one process, as few as the other degrees allow. Raises UserError if degrees do not fit each other or
     the batch.
     """
-    degrees = _imagined(config.parallel, processes)
-    run = fitted(config, degrees)
-    for stretch, shape in each_shape(run):
-        with in_phase(run, stretch):
+    degrees = _forecast_degrees(config.parallel, processes)
+    run = with_fitting_microbatch(config, degrees)
+    for segment, shape in each_shape(run):
+        with in_phase(run, segment):
             check_fsdp_policy(shape, degrees)
-    config = widest(run)
+    config = at_peak_memory(run)
     t = config.trainer
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
@@ -48,14 +48,14 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
             f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
-            *(f"{label:<13}{line}" for label, line in course(run)),
+            *(f"{label:<13}{line}" for label, line in schedule_lines(run)),
             *(f"unusual      {line}" for line in unusual(run)),
             *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
             f"memory of {ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
             + (f", on {machine.name}" if machine.gpu is not None else ""),
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
-            *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
+            *([_fsdp_line(policy, config, degrees)] if degrees.world > 1 else ()),
             *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
             *_fits(config, plan, degrees, machine, total),
             *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
@@ -95,7 +95,7 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
     )
 
 
-def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
+def _forecast_degrees(parallel: ParallelConfig, processes: int) -> Degrees:
     left = -1 in (parallel.replicate, parallel.shard)
     if left and processes > 1:
         return resolve(parallel, processes)
@@ -107,7 +107,7 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
-def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
+def _fsdp_line(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
     t = config.trainer
     again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
     reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"

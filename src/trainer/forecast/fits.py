@@ -11,7 +11,7 @@ from dataclasses import replace
 from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
-from trainer.config.timeline import widest
+from trainer.config.timeline import at_peak_memory
 from trainer.forecast.cost import PER_NODE, SPARE, Machine
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
@@ -28,7 +28,7 @@ def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, l
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
     """Return a line with what is too large and what to do, or None if the run fits."""
-    config = widest(config)
+    config = at_peak_memory(config)
     shared = target.gpu is None and local_ranks > 1
     room = target.memory / local_ranks if shared else target.memory
     need = _needed(config, plan, degrees, target)

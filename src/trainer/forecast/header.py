@@ -7,13 +7,13 @@ from pathlib import Path
 from models.flops import count_parameters
 from precision import Plan
 from trainer.config import Config
-from trainer.config.timeline import Timeline, widest
+from trainer.config.timeline import Timeline, at_peak_memory
 from trainer.config_diff import printable_override
 from trainer.data import Prepared
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
-from trainer.forecast.course import course
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
+from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short, span
 from trainer.parallel.mesh import Degrees, resolve
@@ -35,7 +35,7 @@ def header(
         timeline.tokens(timeline.steps),
         f"{config.model.num_experts} experts" if config.model.num_experts else "dense",
     )
-    memory = sum(forecast(widest(config), plan, degrees, where.gpu_memory)[0].values())
+    memory = sum(forecast(at_peak_memory(config), plan, degrees, where.gpu_memory)[0].values())
     backends = sorted({row.recipe.backend for row in plan.gemms.values()})
     fp8 = plan.fp8_shares_at(t.sequence_length)[0]
     name = "CPU" if where.gpu is None else where.gpu.name
@@ -50,10 +50,10 @@ def header(
         ("device", f"{name}, {ranks(degrees)}; {', '.join(backends)} backend; {fp8:.0%} of the GEMM FLOPs in FP8"),
         (
             "tokens",
-            f"{step:,} a step{' at first' * bool(timeline.stretches[1:])}, {trained:,} in {timeline.steps:,} steps: "
+            f"{step:,} a step{' at first' * bool(timeline.segments[1:])}, {trained:,} in {timeline.steps:,} steps: "
             f"{trained / facts.num_tokens:.2g} epochs",
         ),
-        *course(config),
+        *schedule_lines(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),
     ]
     if (time := time_line(config, plan, degrees, where)) is not None:
@@ -66,7 +66,7 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
     """Return the forecast duration of a run; None except on an H200, the only GPU with measured rates."""
     if where.gpu is None or "H200" not in where.gpu.name:
         return None
-    timeline, config = Timeline(config.trainer), widest(config)
+    timeline, config = Timeline(config.trainer), at_peak_memory(config)
     if timeline.epochs is not None:  # the text is not read yet
         return None
     t = config.trainer

@@ -37,7 +37,7 @@ from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Device, Dispatch, Recompute, Switch
 from trainer.forecast.muon import muon_size
-from trainer.forecast.once import once
+from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import stage_models
 from trainer.forecast.tensor import cut_parameters, gathered_bytes, kept_bytes, parts
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
@@ -206,7 +206,7 @@ def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) 
     return _most(ranks, policy), policy
 
 
-@once
+@cached_per_plan
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Return the parameters outside the routed experts, and in them; of a pipeline stage its own."""
     m = config
@@ -246,25 +246,25 @@ def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: fl
     return {"gradients": peak[1], "activations": peak[0]}
 
 
-def _comes_with(name: str, row: GemmRow, degrees: Degrees) -> str:
+def _gathered_with(name: str, row: GemmRow, degrees: Degrees) -> str:
     """Return the block that a compute weight is gathered and freed with; "" for one that stays: outside the blocks, or
     of experts that no other rank has."""
     return _block_of(name) if row.op != "moe.experts" or degrees.shares_experts else ""
 
 
-@once
+@cached_per_plan
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     """Return the bytes of compute weights by block ("": they stay); for experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups / parts(row, degrees)
-        sizes[_comes_with(name, row, degrees)] += (
+        sizes[_gathered_with(name, row, degrees)] += (
             row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
         )
     return sizes
 
 
-@once
+@cached_per_plan
 def _gathered_weights(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
     """Return the FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
@@ -276,7 +276,7 @@ def _gathered_weights(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict
     return sizes
 
 
-@once
+@cached_per_plan
 def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Return the bytes that a rank gathers into temporary buffers, by block: BF16, or FP8 for weights sent in it. Large
     weights arrive at their destination, or are quantised from it."""
@@ -286,14 +286,14 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
             continue
         kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.cut)
         shape = [row.groups // kept, row.out_features // parts(row, degrees), row.in_features]
-        travels = travels_in_fp8(in_fp8, row, degrees)
+        travels = is_gathered_in_fp8(in_fp8, row, degrees)
         stays = travels or not row.recipe.is_fp8
         if not (stays and is_large(shape if row.groups > 1 else shape[1:], ranks)):
             sizes[_block_of(name)] += math.prod(shape) * (1.0 if travels else 2.0)
     return sizes
 
 
-def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
+def is_gathered_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     """Return whether ranks quantise their parts of this weight before the gather. choice: `parallel.fp8_all_gather`."""
     if degrees.pipeline > 1 or choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
         return False
@@ -305,13 +305,13 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     return ranks > 1 and row.recipe.can_quantize_parts(rows, even=rest == 0)
 
 
-@once
+@cached_per_plan
 def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Return the bytes of this rank's parts of the blocks' weights that are sent in FP8, by name."""
     return {
         name: row.in_features * row.out_features * row.groups / _ranks(row, degrees)
         for name, row in plan.gemms.items()
-        if _block_of(name) and travels_in_fp8(in_fp8, row, degrees)
+        if _block_of(name) and is_gathered_in_fp8(in_fp8, row, degrees)
     }
 
 
@@ -334,7 +334,7 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     for name, row in plan.gemms.items():
         if row.recipe.is_fp8:
             groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
-            sizes[_comes_with(name, row, degrees)] += 2.0 * row.in_features * row.out_features * groups
+            sizes[_gathered_with(name, row, degrees)] += 2.0 * row.in_features * row.out_features * groups
     beside = sizes.pop("", 0.0)
     if degrees.world == 1 or keeps:
         return beside + sum(sizes.values())
@@ -348,7 +348,7 @@ def _capacity(config: Config, degrees: Degrees) -> float | None:
     return config.parallel.dispatch_capacity if slots else None
 
 
-@once
+@cached_per_plan
 def _kept(
     plan: Plan, selective: bool, spread: int, tokens: int, capacity: float | None, config: ModelConfig
 ) -> dict[str, float]:

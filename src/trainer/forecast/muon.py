@@ -10,7 +10,7 @@ from models.tensor import CUT
 from precision import Plan
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
-from trainer.forecast.once import once
+from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, stage_models
 from trainer.optim.build_optimizer import muon_layouts, muon_rows
 from trainer.optim.exchange import fragment
@@ -77,7 +77,7 @@ def busiest(config: Config, plan: Plan, degrees: Degrees) -> float:
     return _busiest(plan, degrees, tuple(blocks_of_stages(config, plan, degrees.pipeline)), config=config)
 
 
-@once
+@cached_per_plan
 def _busiest(plan: Plan, degrees: Degrees, counts: tuple[int, ...], config: Config) -> float:
     """counts: blocks of each stage."""
     most = max(float(work.max()) for _, _, work in _owners(config, plan, degrees))

@@ -22,12 +22,12 @@ from trainer.config import Config, Device, Dispatch, GpuChoice, RunConfig, Switc
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_power, check_shadow
 from trainer.config.recovery import RecoveryConfig
-from trainer.config.timeline import Stretch, Timeline, each_shape, last_step, widest
+from trainer.config.timeline import Segment, Timeline, at_peak_memory, each_shape, last_step
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
-from trainer.forecast.course import check_phases
 from trainer.forecast.gpus import target
-from trainer.forecast.memory import travels_in_fp8
+from trainer.forecast.memory import is_gathered_in_fp8
+from trainer.forecast.schedule import check_phases
 from trainer.forecast.stages import check_stages
 from trainer.forecast.tensor import check_context, check_tensor
 from trainer.parallel.mesh import Degrees, fits_expert, resolve
@@ -44,8 +44,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_sizes(config)
     check_phases(config)
     check_optimizer(config)
-    for stretch, shape in each_shape(config):
-        with in_phase(config, stretch):
+    for segment, shape in each_shape(config):
+        with in_phase(config, segment):
             check_sizes(shape)
             _check_batch(shape)
             if world_size is not None:
@@ -66,7 +66,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
     sharing = max(config.parallel.context, 1) * max(config.parallel.tensor, 1)
-    widest_trainer = widest(config).trainer
+    widest_trainer = at_peak_memory(config).trainer
     tokens = widest_trainer.microbatch_size * widest_trainer.sequence_length // sharing
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
@@ -85,14 +85,14 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 
 @contextmanager
-def in_phase(config: Config, stretch: Stretch) -> Iterator[None]:
+def in_phase(config: Config, segment: Segment) -> Iterator[None]:
     """Name the phase in errors about a shape that it brings."""
     try:
         yield
     except UserError as error:
         if not config.trainer.phases:
             raise
-        raise UserError(f"trainer.phases, from step {stretch.first} on: {error}") from None
+        raise UserError(f"trainer.phases, from step {segment.first} on: {error}") from None
 
 
 def _check_gpu(config: Config) -> None:
@@ -169,7 +169,7 @@ def _check_batch(config: Config) -> None:
         refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
 
 
-def fitted(config: Config, degrees: Degrees) -> Config:
+def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:
     """Return the config with a microbatch no larger than a rank's share of the batch. Evaluations then take more
     microbatches for the same windows."""
     t, e = config.trainer, config.eval
@@ -181,7 +181,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
 
 
 def cut_line(given: Config, config: Config) -> str | None:
-    """What `fitted` has changed, for the user."""
+    """What `with_fitting_microbatch` has changed, for the user."""
     was, now = given.trainer.microbatch_size, config.trainer.microbatch_size
     return (
         None
@@ -328,6 +328,8 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
         refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
     if world_size is not None:
         degrees = resolve(config.parallel, world_size)
-        if degrees.world > 1 and not any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows):
+        if degrees.world > 1 and not any(
+            is_gathered_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows
+        ):
             why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
             refuse(key, "true", why, f"change parallel.shard, or {fix}")

@@ -19,7 +19,7 @@ from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
 from trainer.forecast.muon import busiest
-from trainer.forecast.stages import check_stages, goes_round, stage_models
+from trainer.forecast.stages import check_stages, forms_whole_rounds, stage_models
 from trainer.forecast.tensor import check_tensor
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
@@ -116,7 +116,7 @@ class Search:
         """Yield numbers of stages per rank."""
         p, blocks = degrees.pipeline, self._config.model.num_layers
         for v in (self._per_rank,) if self._per_rank else STAGES:
-            if v == 1 or (p > 1 and p * v <= blocks + 1 and goes_round(microbatches, p)):
+            if v == 1 or (p > 1 and p * v <= blocks + 1 and forms_whole_rounds(microbatches, p)):
                 yield v
 
     def _run(self, one: _Candidate, machine: Machine) -> Config:

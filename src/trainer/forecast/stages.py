@@ -11,7 +11,7 @@ from precision import Plan
 from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, Switch
-from trainer.forecast.once import once
+from trainer.forecast.plan_cache import cached_per_plan
 from trainer.parallel.mesh import Degrees
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
     return p.stages or _alike(plan, t.sequence_length, ranks, p.stages_per_rank)
 
 
-@once
+@cached_per_plan
 def _alike(plan: Plan, sequence_length: int, ranks: int, per_rank: int) -> list[int]:
     flops = block_flops(plan, sequence_length)
     return divide(*flops, ranks) if per_rank == 1 else divide_in_turn(*flops, ranks, per_rank)
@@ -79,12 +79,12 @@ def _rounds(m: int, p: int) -> int:
     return max(1, m // p)
 
 
-def goes_round(m: int, p: int) -> bool:
+def forms_whole_rounds(m: int, p: int) -> bool:
     """Return whether m microbatches form rounds of equal size."""
     return m % _rounds(m, p) == 0
 
 
-@once
+@cached_per_plan
 def _distinct(
     plan: Plan, counts: tuple[int, ...], ranks: tuple[int, ...], config: ModelConfig
 ) -> list[tuple[ModelConfig, Plan, int]]:
@@ -101,14 +101,17 @@ def _distinct(
             vocab_size=0 if rank else config.vocab_size,
         )
         rows = plan.of_blocks(blocks, last)
-        alike = rank == 0, *(_look(row) for kind in (rows.gemms, rows.tensors, rows.cores) for row in kind.values())
+        alike = (
+            rank == 0,
+            *(_layer_key(row) for kind in (rows.gemms, rows.tensors, rows.cores) for row in kind.values()),
+        )
         if alike not in seen:
             seen.add(alike)
             found.append((model, rows, rank))
     return found
 
 
-def _look(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
+def _layer_key(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
     """Return a key that is equal for rows of equal layers, whose recipes are one object."""
     values = {**vars(row), "name": row.name.rpartition(".")[2], "decided_by": ""}
     return tuple(id(value) if isinstance(value, GemmRecipe) else value for value in values.values())
@@ -136,7 +139,7 @@ def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
     return 1 - m * sum(times) / len(of_ranks) / ((sum(times) + (m * v - 1) * max(of_ranks)) / v)
 
 
-@once
+@cached_per_plan
 def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[float]:
     """Return the FLOPs of a token in each stage."""
     blocks, last = block_flops(plan, sequence_length)
@@ -181,7 +184,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
-    if v > 1 and not goes_round(count, p):
+    if v > 1 and not forms_whole_rounds(count, p):
         rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {rounds} rounds"
         refuse(

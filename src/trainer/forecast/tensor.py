@@ -8,7 +8,7 @@ from precision import Plan
 from precision.errors import refuse
 from precision.rows import GemmRow
 from trainer.config import Config, Recompute
-from trainer.forecast.once import once
+from trainer.forecast.plan_cache import cached_per_plan
 from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
@@ -57,7 +57,7 @@ class _Widths(NamedTuple):
     made: int
 
 
-@once
+@cached_per_plan
 def _widths(plan: Plan) -> _Widths:
     rows = list(plan.gemms.values())
     return _Widths(

@@ -133,7 +133,7 @@ def number(metrics: Entry, key: str) -> float | None:
 
 
 @dataclass
-class _Said:
+class _LastAlert:
     """The last alert on a subject: its step, and the lines without the condition since."""
 
     step: int
@@ -149,7 +149,7 @@ class Alerts:
     def __init__(self, rules: Iterable[Rule] = (), repeat: int | None = None):
         self._repeat = repeat
         self._rules: list[Rule] = []
-        self._said: dict[str, dict[str, _Said]] = {}
+        self._last_alerts: dict[str, dict[str, _LastAlert]] = {}
         self._lines_since: dict[str, int] = {}
         self._names: Entry = {}
         self._inside: Entry | None = None
@@ -159,9 +159,9 @@ class Alerts:
     def add(self, *rules: Rule) -> None:
         """Add rules with distinct names."""
         for rule in rules:
-            assert rule.name not in self._said, rule.name
+            assert rule.name not in self._last_alerts, rule.name
             self._rules.append(rule)
-            self._said[rule.name] = {}
+            self._last_alerts[rule.name] = {}
             self._lines_since[rule.name] = QUIET
 
     def tensors(self, entry: Entry) -> None:
@@ -193,7 +193,7 @@ class Alerts:
     def _see(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
         if step < self._last:  # the run was rewound: an alert may be raised again
-            for said in self._said.values():
+            for said in self._last_alerts.values():
                 said.clear()
         self._last = step
         named = None if tensors is None else {**tensors, "names": self._names}
@@ -203,7 +203,7 @@ class Alerts:
         """Return one alert for everything new in `wrong`, or None."""
         if wrong is None:
             return None
-        said = self._said[rule.name]
+        said = self._last_alerts[rule.name]
         self._lines_since[rule.name] += 1
         for about in said.keys() - {alert.about for alert in wrong}:
             said[about].well += 1
@@ -214,11 +214,11 @@ class Alerts:
             return None  # too soon after the last alert: raised later if the condition lasts
         self._lines_since[rule.name] = 0
         for alert in wrong:
-            said[alert.about] = _Said(step)
+            said[alert.about] = _LastAlert(step)
         first, others = new[0], len(wrong) - 1
         return replace(first, message=f"{first.message} (and {others} more)") if others else first
 
-    def _is_new(self, rule: Rule, step: int, alert: Alert, said: dict[str, _Said]) -> bool:
+    def _is_new(self, rule: Rule, step: int, alert: Alert, said: dict[str, _LastAlert]) -> bool:
         before = said.get(alert.about)
         if before is None:
             return True

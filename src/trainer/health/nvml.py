@@ -6,7 +6,7 @@ container), it takes that one. A slice of a GPU (MIG) has no meter of its own: t
 is true.
 
 Any call may fail: the GPU lacks the sensor, an old driver lacks the function, or a container may not call it. Such a
-quantity is None and not queried again; the others continue. A GPU that has fallen off the bus raises `Lost`.
+quantity is None and not queried again; the others continue. A GPU that has fallen off the bus raises `GpuLost`.
 
 No call touches the GPU's queue or waits for it. But a call may take milliseconds, and many if the driver is in trouble:
 call it from a separate thread (`power`, or a bench's meter), never in a training step.
@@ -41,7 +41,7 @@ class Unavailable(Exception):
     """NVML is missing or does not know this GPU. The message has the reason and what to do."""
 
 
-class Lost(Exception):
+class GpuLost(Exception):
     """NVML no longer reaches the GPU."""
 
 
@@ -103,7 +103,7 @@ def _load() -> Any:
 
 
 class Gpu:
-    """One GPU. Methods return None for a quantity that it does not report, and raise `Lost` if it is unreachable."""
+    """One GPU. Methods return None for a quantity that it does not report, and raise `GpuLost` if it is unreachable."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -181,7 +181,7 @@ class Gpu:
             return call(self._handle, *arguments)
         except self._nvml.NVMLError as error:
             if error.value in self._gone:
-                raise Lost(str(error)) from error
+                raise GpuLost(str(error)) from error
             if error.value in self._never:
                 self._silent.add(quantity)
             return None  # else a transient error (a timeout): asked again

@@ -37,7 +37,7 @@ from typing import Any
 from precision.errors import UserError
 from trainer.config.health import PowerConfig
 from trainer.config.schema import Switch
-from trainer.health.nvml import HARDWARE, IDLE, POWER_CAP, THERMAL, THROTTLED, Gpu, Lost, Unavailable, find
+from trainer.health.nvml import HARDWARE, IDLE, POWER_CAP, THERMAL, THROTTLED, Gpu, GpuLost, Unavailable, find
 from trainer.launch.world import World
 
 NONE = math.nan
@@ -155,7 +155,7 @@ class Sampler:
             return Reading(lost=1.0) if self._lost else self._known
 
     def sample(self) -> None:
-        """Take one sample. Raises `Lost` if the GPU is unreachable."""
+        """Take one sample. Raises `GpuLost` if the GPU is unreachable."""
         gpu = self._gpu
         joules, now = gpu.joules(), time.perf_counter()
         watts, reasons, sm, memory = gpu.watts(), gpu.reasons(), gpu.sm_mhz(), gpu.memory_mhz()
@@ -196,7 +196,7 @@ class Sampler:
             while not self._stop.wait(max(due - time.monotonic(), 0.0)):
                 self.sample()
                 due = max(due + self._seconds, time.monotonic())  # missed samples are not made up
-        except Exception as error:  # Lost or any other: a stale reading must not pass for a current one
+        except Exception as error:  # GpuLost or any other: a stale reading must not pass for a current one
             with self._lock:
                 self._lost = True
             logging.getLogger(__name__).warning("NVML has lost %s: %s", self._gpu.uuid, error)
@@ -218,7 +218,7 @@ def _higher(a: float, b: float | None) -> float:
 
 
 @dataclass
-class Found:
+class MeteredGpus:
     """The GPU that a rank meters, and the coverage of the job."""
 
     gpu: Gpu | None
@@ -230,14 +230,14 @@ class Found:
     """Why some are missing, or ""."""
 
 
-def find_gpus(config: PowerConfig, world: World) -> Found:
+def find_gpus(config: PowerConfig, world: World) -> MeteredGpus:
     """Find each rank's GPU. A collective. Raises UserError on every rank if metering is required and impossible."""
     if config.enabled is Switch.false or (config.enabled is Switch.auto and world.device.type != "cuda"):
-        return Found(None, [], False, "")
+        return MeteredGpus(None, [], False, "")
     gpu, problem = None, ""
     try:
         gpu = find(world.device)
-    except (Unavailable, Lost) as error:
+    except (Unavailable, GpuLost) as error:
         problem = str(error)
     uuids = world.gather((gpu.uuid or f"rank {world.rank}" if gpu else "", problem))
     missing = [(rank, why) for rank, (uuid, why) in enumerate(uuids) if not uuid]
@@ -250,13 +250,13 @@ def find_gpus(config: PowerConfig, world: World) -> Found:
             raise UserError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
     first = {uuid: rank for rank, (uuid, _) in reversed(list(enumerate(uuids))) if uuid}
     mine = gpu if gpu is not None and world.rank in first.values() else None
-    return Found(mine, sorted(first.values()), not missing, problem)
+    return MeteredGpus(mine, sorted(first.values()), not missing, problem)
 
 
 class PowerMeter:
     """Power and heat of the job, for `metrics.jsonl`. event: `Sinks.event`."""
 
-    def __init__(self, found: Found, config: PowerConfig, world: World, event: Callable[..., None]) -> None:
+    def __init__(self, found: MeteredGpus, config: PowerConfig, world: World, event: Callable[..., None]) -> None:
         self._found, self._config, self._world, self._event = found, config, world, event
         self._sampler: Sampler | None = None
         self._lost: set[int] = set()

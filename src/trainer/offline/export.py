@@ -14,7 +14,7 @@ from precision import PrecisionConfig
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read_meta
 from trainer.files import check_new
-from trainer.offline.hf_export import Exported, Numbers, export, saved_model
+from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TOKENIZER, TokenizerSource
 from trainer.offline.row_reader import SavedTensors
@@ -26,7 +26,7 @@ from trainer.run.run_folder import find_checkpoint, saved_backends
 def export_run(
     run: Path,
     out: Path,
-    numbers: Numbers,
+    numbers: ExportFormat,
     *,
     step: int | None = None,
     mtp: bool = False,
@@ -49,7 +49,7 @@ def export_run(
     if mtp and not model.num_mtp_layers:
         raise UserError(f"--mtp: {folder} has no multi-token prediction; leave it out")
     source = _tokenizer(checkpoint, meta, tokenizer)
-    quantizer = _quantizer(folder, checkpoint, meta) if numbers is Numbers.fp8 else None
+    quantizer = _quantizer(folder, checkpoint, meta) if numbers is ExportFormat.fp8 else None
     made = export(checkpoint, out, model, numbers, source, quantizer=quantizer, mtp=mtp, max_file_bytes=max_file_bytes)
     if made.left:
         shown = ", ".join(made.left[:4]) + (f" and {len(made.left) - 4} more" if len(made.left) > 4 else "")

@@ -7,7 +7,7 @@ The content of each file is known before anything is read: names from `models.hf
 created with its header, and the weights pass through a few rows at a time, from any rank's file to their place: memory
 holds only those rows, whatever the model's size.
 
-Numbers: `fp32` exports the masters, `bf16` the compute weights, BF16(master). `fp8` exports in FP8 what the run
+ExportFormat: `fp32` exports the masters, `bf16` the compute weights, BF16(master). `fp8` exports in FP8 what the run
 multiplied in FP8 (`hf_fp8`), and BF16 for the rest. Router biases are always FP32.
 
 Everything is written into OUT.partial, which is renamed when it is complete.
@@ -36,7 +36,7 @@ from trainer.offline.hf_tokenizer import TokenizerSource, write_json
 from trainer.offline.row_reader import HF_INDEX, TILE, SavedTensors, row_steps
 
 
-class Numbers(Enum):
+class ExportFormat(Enum):
     """Format of the exported weights."""
 
     bf16 = "bf16"
@@ -91,7 +91,7 @@ def export(
     checkpoint: Path,
     out: Path,
     model: ModelConfig,
-    numbers: Numbers,
+    numbers: ExportFormat,
     tokenizer: TokenizerSource | None,
     *,
     quantizer: Quantizer | None = None,
@@ -100,16 +100,16 @@ def export(
 ) -> Exported:
     """Write the folder `out`, which must not exist, from a verified checkpoint of `model`.
 
-    quantizer: for Numbers.fp8, and only for it. mtp: include the blocks of multi-token prediction. Raises UserError for
-    a model without such a form in Hugging Face's layout; then nothing has been written.
+    quantizer: for ExportFormat.fp8, and only for it. mtp: include the blocks of multi-token prediction. Raises
+    UserError for a model without such a form in Hugging Face's layout; then nothing has been written.
     """
     check_new(out)
     config = model if mtp else replace(model, num_mtp_layers=0)
     description = to_hf_config(config)
     saved = SavedTensors(checkpoint)
     _check_shapes(saved, config, checkpoint)
-    quantizer = quantizer if numbers is Numbers.fp8 else None
-    plain = torch.float32 if numbers is Numbers.fp32 else torch.bfloat16
+    quantizer = quantizer if numbers is ExportFormat.fp8 else None
+    plain = torch.float32 if numbers is ExportFormat.fp32 else torch.bfloat16
     units = list(_units(config, plain, quantizer))
     if tokenizer is not None:
         end = tokenizer.token_id()

@@ -42,7 +42,7 @@ from models import ModelConfig
 from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
 from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
-from trainer.checkpoint.manifest import seal, write_file
+from trainer.checkpoint.manifest import write_file, write_manifest
 from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
@@ -276,7 +276,7 @@ def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[
     meta = {"model": plain_model(model), "precision": "fp32", "source": str(folder.folder)}
     text = json.dumps({"step": 0, "meta": meta, "state": split(state)[0]}, indent=1)
     writer.files[STATE] = write_file(checkpoint / STATE, text)
-    seal(checkpoint, writer.files)
+    write_manifest(checkpoint, writer.files)
 
 
 def _scales(folder: HfFolder, name: str) -> Tensor:

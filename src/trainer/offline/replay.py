@@ -1,7 +1,7 @@
 """Replays a step of a run: from the nearest checkpoint before it, in the run's precision and in another.
 
-    find      the checkpoint to begin with, and the course of the run: after a rewind the same step number stands for
-              other data. A skipped step is looked up in the course that skipped it
+    find      the checkpoint to begin with, and the history of the run: after a rewind the same step number stands for
+              other data. A skipped step is looked up in the history that skipped it
     restore   weights, moments, scales and data cursor from the checkpoint; the steps up to the requested one are
               trained again, on one process, bit for bit on a CPU if the run had one too
     compare   the step's tokens through both models, from the same weights: loss and gradient norm of the step, and
@@ -40,7 +40,7 @@ SKIPPED = "nonfinite", "spike", "loss_scale"
 
 
 @dataclass
-class Course:
+class ReplayTarget:
     """How to reach a step: start with `checkpoint` (None: the start of the run), of step `first`, and apply the first
     `rewinds` rewinds of the run."""
 
@@ -72,7 +72,7 @@ class Replay:
     """Result. microbatch: the one examined, of `microbatches`; windows: those of its sequences."""
 
     config: Config
-    course: Course
+    target: ReplayTarget
     ours: Pass
     theirs: Pass
     engine: Engine
@@ -85,8 +85,8 @@ class Replay:
     """Scales of the arena's rows at the start of the step; 0: scaled by its own amax."""
 
 
-def find(run: Path, step: int, most: int) -> Course:
-    """Find the course to a step. Raises UserError if the run or step does not exist, or no checkpoint lies less than
+def find(run: Path, step: int, most: int) -> ReplayTarget:
+    """Find the way to a step. Raises UserError if the run or step does not exist, or no checkpoint lies less than
     `most` steps before it."""
     if not (run / CONFIG).is_file():
         what = f"no {CONFIG} in it" if run.is_dir() else "no such folder"
@@ -100,7 +100,7 @@ def find(run: Path, step: int, most: int) -> Course:
     skipped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in SKIPPED]
     event = events[skipped[-1]] if skipped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
-    if skipped:  # later ones belong to a later course
+    if skipped:  # later ones belong to a later history
         earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: skipped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
         newest = min([step - 1, *(rewind["to"] for rewind in later)])
@@ -121,12 +121,12 @@ def find(run: Path, step: int, most: int) -> Course:
         raise UserError(
             f"step {step}: {run} has {where}, so {again} steps must be trained again; allow them with --most {again}"
         )
-    return Course(run, step, checkpoint, first, rewinds, event, logged)
+    return ReplayTarget(run, step, checkpoint, first, rewinds, event, logged)
 
 
-def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, Any]:
+def config_of(target: ReplayTarget, overrides: list[str], faults: bool) -> dict[str, Any]:
     """Return the run's config tree as of that step, for one process; `overrides`: KEY=VALUE."""
-    tree = with_overrides(config_at(course.run, course.step), overrides)
+    tree = with_overrides(config_at(target.run, target.step), overrides)
     tree["parallel"] |= ONE_PROCESS
     tree["profile"]["steps"] = None
     if not faults:
@@ -134,7 +134,7 @@ def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, A
     return tree
 
 
-def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
+def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
     """Run the step. tree: from `config_of`; precision: YAML of the recipe to compare with; microbatch: the one to
     examine, None: the first bad one, or the first."""
     config = load(tree)
@@ -143,17 +143,17 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
         check(each, 1)
     t, device = config.trainer, pick_device(config.trainer.device)
     timeline = Timeline(t)
-    shape = timeline.at(course.step)
+    shape = timeline.at(target.step)
     size = shape.microbatch
     count = shape.batch // size
     if microbatch is not None and not 0 <= microbatch < count:
         raise UserError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
     data = prepare(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
-    engine = build_engine(config, device, saved_backends(course.run, course.step))
+    engine = build_engine(config, device, saved_backends(target.run, target.step))
     set_document_masking(engine.model, t, data)
-    _restore(course, config, engine, loader)
-    for step in range(course.first + 1, course.step):
+    _restore(target, config, engine, loader)
+    for step in range(target.first + 1, target.step):
         engine.enter(timeline.at(step), timeline.weights(step), None)
         _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
@@ -162,7 +162,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     set_document_masking(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
     for each in (engine, twin):
-        each.enter(shape, timeline.weights(course.step), None)
+        each.enter(shape, timeline.weights(target.step), None)
 
     def look(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
         part = tokens.split(size)[index]
@@ -170,14 +170,14 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
         for e in (engine, twin):
             if e.injector is not None:
                 e.injector.data(loader.served)
-            passes.append(probe_microbatch(e, course.step, index, part, len(tokens), keep=True))
+            passes.append(probe_microbatch(e, target.step, index, part, len(tokens), keep=True))
         return passes[0], passes[1]
 
     scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
-    index = _likely(course, loader.served, size) if microbatch is None else microbatch
+    index = _likely(target, loader.served, size) if microbatch is None else microbatch
     seen = look(index)
     loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]
-    results = [_train(e, course.step, loader, tokens, size) for e in (engine, twin)]
+    results = [_train(e, target.step, loader, tokens, size) for e in (engine, twin)]
     evidence = engine.snapshot.take()
     if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
         index = evidence[0].microbatch  # nothing was committed: the weights are still the same
@@ -188,7 +188,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     ours = _pass(config.precision.name, engine, results[0], seen[0])
     theirs = _pass(other.precision.name, twin, results[1], seen[1])
     windows = loader.served[index * size : (index + 1) * size]
-    return Replay(config, course, ours, theirs, engine, loader, data, index, count, windows, scales)
+    return Replay(config, target, ours, theirs, engine, loader, data, index, count, windows, scales)
 
 
 def _pass(name: str, engine: Engine, result: StepResult, probe: NonfiniteProbe) -> Pass:
@@ -202,23 +202,23 @@ def _train(engine: Engine, step: int, loader: Loader, tokens: Tensor, microbatch
     return train_step(engine, step, tokens, microbatch_size)
 
 
-def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> None:
-    if course.checkpoint is not None:
-        state, _ = read(course.checkpoint, engine.restorable_tensors(), verified=True)
+def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loader) -> None:
+    if target.checkpoint is not None:
+        state, _ = read(target.checkpoint, engine.restorable_tensors(), verified=True)
         engine.load_state(state)
         loader.load_state_dict(state["loader"])
-        loader.step = course.first
+        loader.step = target.first
         torch.set_rng_state(state["rng"]["cpu"])
-    ladder = Ladder(config.recovery, course.run, config.trainer.global_batch_size)
-    ladder.load_state_dict({"streak": []}, course.rewinds)
+    ladder = Ladder(config.recovery, target.run, config.trainer.global_batch_size)
+    ladder.load_state_dict({"streak": []}, target.rewinds)
     loader.leave_out(ladder.left_out)
     engine.optimizer.schedule.lower(*ladder.lowered)
 
 
-def _likely(course: Course, served: np.ndarray, microbatch_size: int) -> int:
+def _likely(target: ReplayTarget, served: np.ndarray, microbatch_size: int) -> int:
     """Return the microbatch that the run named when it skipped the step, numbered as on one process."""
-    windows = (course.event or {}).get("windows")
-    if not windows or "microbatch" not in (course.event or {}) or windows[0] not in served:
+    windows = (target.event or {}).get("windows")
+    if not windows or "microbatch" not in (target.event or {}) or windows[0] not in served:
         return 0
     return int(np.flatnonzero(served == windows[0])[0]) // microbatch_size
 

@@ -192,7 +192,7 @@ class Optimizer:
     def _norms_of_parts(self) -> Tensor:
         """Return norms of this rank's parts, [2, P] FP64: of the last updates, of the parameters; here AdamW's only."""
         if self._kernel is not None:
-            return self._among_all(self._kernel.norms(self._lr).index_select(1, self._order))
+            return self._for_all_stages(self._kernel.norms(self._lr).index_select(1, self._order))
         norm_of: dict[Tensor, Tensor] = {}
         for group in self._adamw.param_groups:
             parameters, betas = group["params"], group["betas"]
@@ -201,9 +201,9 @@ class Optimizer:
             norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
         parts = [self._parts[name] for name in self._own]
         norms = [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
-        return self._among_all(torch.stack(norms))
+        return self._for_all_stages(torch.stack(norms))
 
-    def _among_all(self, norms: Tensor) -> Tensor:
+    def _for_all_stages(self, norms: Tensor) -> Tensor:
         """Expand [2, own parameters] to [2, all], with zeros for other pipeline stages."""
         if len(self._own) == len(self._elementwise):
             return norms

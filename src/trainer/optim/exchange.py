@@ -124,7 +124,7 @@ def rounds(runs: Iterable[Run], layouts: Mapping[str, Layout], rank: int, most: 
     return alone, made
 
 
-class Parcel(NamedTuple):
+class PendingExchange(NamedTuple):
     """A pending exchange with all ranks: outgoing and incoming data, their order, and the handles to wait for."""
 
     leaving: Tensor
@@ -152,7 +152,7 @@ class Packing:
             for (rank, f), piece in zip(order, pieces, strict=True)
         }
 
-    def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int, group: "ProcessGroup | None") -> Parcel:
+    def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int, group: "ProcessGroup | None") -> PendingExchange:
         """Start the exchange and return at once. come: what others send, by rank. A collective of the `group`, which
         has this number of `ranks`; None: of all."""
         import torch.distributed as dist
@@ -167,4 +167,4 @@ class Packing:
             arriving.view(torch.uint8), self._buffer.view(torch.uint8), into, out, group=group, async_op=True
         )
         assert work is not None
-        return Parcel(self._buffer, arriving, order, work)
+        return PendingExchange(self._buffer, arriving, order, work)

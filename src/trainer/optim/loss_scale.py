@@ -34,7 +34,7 @@ class LossScale:
         self._good = torch.zeros((), dtype=torch.int32, device=device)
 
     @property
-    def may_fall(self) -> Tensor:
+    def can_decrease(self) -> Tensor:
         """Whether the scale is above its minimum, 0-d bool."""
         return self.scale > self._config.minimum
 

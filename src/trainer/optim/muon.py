@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import LearningRate, Optimizer, foreach_norm
-from trainer.optim.exchange import Fragment, Packing, Parcel, Round, fragment, rounds
+from trainer.optim.exchange import Fragment, Packing, PendingExchange, Round, fragment, rounds
 from trainer.optim.orthogonalise import DTYPES, has_kernels, orthogonalise, polynomials
 from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.mesh import ONE_PROCESS, Degrees
@@ -48,13 +48,13 @@ AT_ONCE = 1 << 26
 
 
 @dataclass
-class Travel:
+class RoundInFlight:
     """A round in transit. matrices: those that this rank owns, [matrices, A, B] by run, in `batches` of one shape."""
 
     round: Round
     batches: list[tuple[list[Run], Tensor]]
     matrices: dict[Run, Tensor]
-    parcel: Parcel
+    parcel: PendingExchange
 
 
 @dataclass
@@ -132,27 +132,27 @@ class Muon(Optimizer):
 
     def _update(self, step: Step, batch: list[Run]) -> None:
         """Update matrices that only this rank holds."""
-        x = self._room(batch, step.lr.device)
+        x = self._buffer(batch, step.lr.device)
         rows = {run: fragment(run, self._layouts[run.name], run.first) for run in batch}
         for run, slot in slots(batch, x):
             self._advance(step, rows[run], slot)
         for run, update in slots(batch, orthogonalise(x, self._triples, self._dtype)):
             self._apply(step, rows[run], update)
 
-    def _send(self, step: Step, number: int) -> Travel | None:
+    def _send(self, step: Step, number: int) -> RoundInFlight | None:
         """Start sending a round's matrices to their owners; None if there is no such round."""
         if number >= len(self._rounds):
             return None
         this, device = self._rounds[number], step.lr.device
-        ready = [(batch, self._room(batch, device)) for batch in batches(this.mine, AT_ONCE)]
+        ready = [(batch, self._buffer(batch, device)) for batch in batches(this.mine, AT_ONCE)]
         matrices = {run: slot for batch, x in ready for run, slot in slots(batch, x)}
         packing = Packing(this.sends, self._dtype, device)
         for rows in this.here:
             mine = matrices.get(rows.run)
             self._advance(step, rows, packing.slots.get((rows.run.owner, rows)) if mine is None else rows.within(mine))
-        return Travel(this, ready, matrices, packing.send(this.receives, self._ranks, self._group))
+        return RoundInFlight(this, ready, matrices, packing.send(this.receives, self._ranks, self._group))
 
-    def _send_back(self, coming: Travel) -> Travel:
+    def _send_back(self, coming: RoundInFlight) -> RoundInFlight:
         """Orthogonalise the received matrices, and start sending the updates to the ranks that need them."""
         this = coming.round
         for rows, arrived in coming.parcel.open().items():
@@ -162,16 +162,16 @@ class Muon(Optimizer):
         packing = Packing(this.returns, self._dtype, self._lr.device)
         for (_, rows), slot in packing.slots.items():
             slot.copy_(rows.within(updates[rows.run]))
-        return Travel(this, done, updates, packing.send(this.awaits, self._ranks, self._group))
+        return RoundInFlight(this, done, updates, packing.send(this.awaits, self._ranks, self._group))
 
-    def _finish(self, step: Step, back: Travel) -> None:
+    def _finish(self, step: Step, back: RoundInFlight) -> None:
         """Apply the updates of a round to the rows of this rank."""
         arrived = back.parcel.open()
         for rows in back.round.here:
             mine = back.matrices.get(rows.run)
             self._apply(step, rows, arrived[rows] if mine is None else rows.within(mine))
 
-    def _room(self, batch: list[Run], device: torch.device) -> Tensor:
+    def _buffer(self, batch: list[Run], device: torch.device) -> Tensor:
         """Return an empty buffer for its matrices, [matrices, m, n]."""
         return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._dtype, device=device)
 

@@ -78,7 +78,7 @@ def materialise(
         part.to_empty(device=device)
         model.init_part(part, generator)
         if not model.here(part):
-            _leave_to_others(part)
+            _drop_other_stages(part)
         elif tensor is not None:
             model.split_weights(part, tensor)
             if sync is not None:
@@ -110,7 +110,7 @@ def _mark(model: DeepSeek, tensor: TensorSplit, mesh: DeviceMesh) -> None:
             parameter.alike = mesh  # type: ignore[attr-defined]
 
 
-def _leave_to_others(part: nn.Module) -> None:
+def _drop_other_stages(part: nn.Module) -> None:
     """Drop the weights of other pipeline stages. Names, shapes, arena rows and router biases stay, as on all ranks."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):

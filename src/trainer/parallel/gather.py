@@ -82,14 +82,14 @@ class GatherFormat:
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
     ) -> Sent:
         numbers, *beside = sent = self._part(torch.Size([-(-outer_size[0] // mesh.size()), *outer_size[1:]]))
-        if not self._straight:
+        if not self._has_own_message:
             return sent, None
         assert self.whole is not None
         self.whole.part = numbers
         return tuple(beside) or (numbers.new_empty(ALIGNED),), None
 
     @property
-    def _straight(self) -> bool:
+    def _has_own_message(self) -> bool:
         """Whether the numbers currently travel in a message of their own."""
         return self.whole is not None
 
@@ -117,7 +117,7 @@ class GatherFormat:
 
     def _numbers(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """Return the whole weight, and the tensors that FSDP must learn to free."""
-        if not self._straight:
+        if not self._has_own_message:
             return gathered[0][: self._shape[0]], []
         assert self.whole is not None
         return self.whole.numbers, [self.whole.numbers]
@@ -132,7 +132,7 @@ class SplitGatherFormat(GatherFormat):
 
     def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
         if self._fp8_layer.recipe.is_fp8:
-            self._agreed.settle()
+            self._agreed.ensure_amaxes()
         return super()._part(shape)
 
     def _receive(self, numbers: Tensor) -> list[Tensor]:
@@ -153,13 +153,13 @@ class Fp8GatherFormat(GatherFormat):
         self._row = sync.add(layer, mesh)
 
     @property
-    def _straight(self) -> bool:
+    def _has_own_message(self) -> bool:
         return self.whole is not None and self._fp8_layer.recipe.is_fp8  # which is false in `unquantised`
 
     def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
         if not self._fp8_layer.recipe.is_fp8:
             return super()._part(shape)
-        self._agreed.settle()
+        self._agreed.ensure_amaxes()
         sent = self._agreed.sent.get(self._row.start)
         if sent is None:
             sent = self._quantised(shape)
@@ -218,7 +218,7 @@ class _Row(NamedTuple):
     blocks: bool
 
 
-class _Own(NamedTuple):
+class _ShardScale(NamedTuple):
     """For a rank's part: the scale to quantise it under (of a tensor), and the whole's amax."""
 
     scale: Tensor
@@ -243,7 +243,7 @@ class WeightAmaxSync:
         self._rows: list[_Row] = []
         self._size, self._known, self._bound = 0, False, False
         self._amax = self._scale = self._inverse = torch.empty(0)
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, _ShardScale] = {}
         self._inverses: dict[int, Tensor] = {}
 
     def add(self, layer: Linear | GroupedLinear, mesh: DeviceMesh) -> _Row:
@@ -262,7 +262,7 @@ class WeightAmaxSync:
         self._known = False
         self.sent.clear()
 
-    def of_part(self, row: _Row) -> _Own:
+    def of_part(self, row: _Row) -> _ShardScale:
         """Return the scale and amax for quantising this rank's part."""
         return self._own[row.start]
 
@@ -271,7 +271,7 @@ class WeightAmaxSync:
         return self._inverses[row.start]
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def ensure_amaxes(self) -> None:
         """Compute the amaxes unless they are current. A collective in that case. The host does not wait."""
         if self._known:
             return
@@ -289,14 +289,14 @@ class WeightAmaxSync:
         scales = [slot.scale for slot in slots if slot is not None and slot.scale is not None]
         amaxes = [slot.amax for slot in slots if slot is not None and slot.amax is not None]
         assert len(scales) == len(amaxes) == len(slots), "precision.bind(model, ...) has not been called"
-        _foreach_copy_(self._theirs(self._scale), scales)
+        _foreach_copy_(self._views_of(self._scale), scales)
         recipe = self._rows[0].layer.recipe
         self._scale.copy_(step_scale(self._amax, self._scale, recipe.input.max, recipe.scaling, recipe.delayed))
         torch.reciprocal(self._scale, out=self._inverse)
-        _foreach_maximum_(amaxes, self._theirs(self._amax))
+        _foreach_maximum_(amaxes, self._views_of(self._amax))
         self._known = True
 
-    def _theirs(self, numbers: Tensor) -> list[Tensor]:
+    def _views_of(self, numbers: Tensor) -> list[Tensor]:
         """Return views of a common buffer, one a weight, for this rank's experts; each has its own version counter."""
         views = []
         for row in self._rows:
@@ -310,12 +310,12 @@ class WeightAmaxSync:
         """Allocate the buffers, and each part's views of them."""
         device = local(self._rows[0].shared).device
         self._amax, self._scale, self._inverse = (torch.zeros(self._size, device=device) for _ in range(3))
-        views = map(self._theirs, (self._amax, self._scale, self._inverse))
+        views = map(self._views_of, (self._amax, self._scale, self._inverse))
         for row, amax, scale, inverse in zip(self._rows, *views, strict=True):
             if amax.dim():
                 part = slice(row.first, row.first + local(row.shared).shape[0])
                 amax, scale = amax[part], scale[part]
-            self._own[row.start], self._inverses[row.start] = _Own(scale, amax), inverse
+            self._own[row.start], self._inverses[row.start] = _ShardScale(scale, amax), inverse
         self._bound = True
 
 

@@ -57,7 +57,7 @@ class BadStep:
         return f"step {step} is not finite, first at {'; '.join([self.place, *self.details])}; it is skipped"
 
 
-class Again(NamedTuple):
+class SecondRun(NamedTuple):
     """The bad tensor in a second run of its microbatch: elements that are not finite (0: all were finite), all
     elements, the share that was clipped (None without a cast), and the sequences affected (empty if its shape does not
     show them)."""
@@ -90,14 +90,14 @@ class Diagnosis:
         """Diagnose `skipped`: all verdicts since the last call that are not ok, each with the windows of its step."""
         kept = self._engine.snapshot.take()
         assert len(kept) == len(skipped)
-        committed, reports, looked = int(self._guard.committed), [], False
+        committed, reports, was_run = int(self._guard.committed), [], False
         for (verdict, served), evidence in zip(skipped, kept, strict=True):
             place, origin = self._where(verdict, evidence)
             again = None
             same_weights = evidence is not None and evidence.committed == committed
-            may_look = self._may_look and not bool(verdict.overflow)  # a lower loss scale cures an overflow
-            if origin is not None and same_weights and not looked and may_look:
-                again, looked = self._look_again(verdict.step, place, served, origin), True
+            may_run = self._may_run_again and not bool(verdict.overflow)  # a lower loss scale cures an overflow
+            if origin is not None and same_weights and not was_run and may_run:
+                again, was_run = self._run_again(verdict.step, place, served, origin), True
             reports.append(self._report(verdict.step, place, origin, served, evidence, again))
         return reports
 
@@ -123,19 +123,19 @@ class Diagnosis:
         origin: Origin | None,
         served: np.ndarray,
         evidence: StepSnapshot | None,
-        again: Again | None,
+        again: SecondRun | None,
     ) -> BadStep:
         text, row = self._guard.places[place], self._row(place)
         name, _, direction = text.rpartition(" (")
         bad = BadStep(text, what={"module": name.partition(":")[0], "where": direction.strip(")")})
         bad.what["tensor"] = name if row is None else self._arena.names[row]
         if origin is not None and evidence is not None:
-            self._how(bad, row, evidence)
+            self._add_scale(bad, row, evidence)
         if evidence is None:
             bad.details.append("no details: too many bad steps since the last logged line")
         if again is not None:
-            self._how_much(bad, again)
-        self._from_what(bad, served, origin, again)
+            self._add_second_run(bad, again)
+        self._add_data(bad, served, origin, again)
         if origin is not None and again is None:
             bad.details.append(f"details: python scripts/replay_step.py {self._run} {step}")
         return bad
@@ -145,7 +145,7 @@ class Diagnosis:
         name, _, direction = self._guard.places[place].rpartition(" (")
         return self._rows.get(name + GRAD_SUFFIX if direction == "backward)" else name)
 
-    def _how(self, bad: BadStep, row: int | None, evidence: StepSnapshot) -> None:
+    def _add_scale(self, bad: BadStep, row: int | None, evidence: StepSnapshot) -> None:
         """Add amax and scale."""
         if row is not None:
             bad.what["amax"] = _word(float(evidence.amax[row]))
@@ -167,7 +167,7 @@ class Diagnosis:
             more = f", and {count - 1} more" if count > 1 else ""
             bad.details.append(f"{name} was {times[worst]:.3g} times above its range{more}")
 
-    def _how_much(self, bad: BadStep, again: Again) -> None:
+    def _add_second_run(self, bad: BadStep, again: SecondRun) -> None:
         """Add the result of the second run."""
         bad.what["elements"] = again.not_finite
         if not again.not_finite:
@@ -184,7 +184,7 @@ class Diagnosis:
             count += f", {100 * again.saturated:.3g} % clipped"
         bad.details.append(count)
 
-    def _from_what(self, bad: BadStep, served: np.ndarray, origin: Origin | None, again: Again | None) -> None:
+    def _add_data(self, bad: BadStep, served: np.ndarray, origin: Origin | None, again: SecondRun | None) -> None:
         """Add the data: the sequences or the microbatch if they are known, else the step's."""
         if origin is not None:
             bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
@@ -218,10 +218,10 @@ class Diagnosis:
         return slice(start, start + self.microbatch_size)
 
     @property
-    def _may_look(self) -> bool:
+    def _may_run_again(self) -> bool:
         return self._engine.device.type == "cpu" or not self._world.is_distributed
 
-    def _look_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> Again | None:
+    def _run_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> SecondRun | None:
         """Run the microbatch again, each rank its own of that number. Return None if memory does not suffice."""
         own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
         tokens = self._loader.gather(own)
@@ -240,11 +240,11 @@ class Diagnosis:
                 at = seen.rows.get(re.sub(r":weight\.\d+$", ":weight", self._arena.names[row]))
             if row is None and seen.losses is not None:  # the loss: one number
                 bad = int(not math.isfinite(float(seen.losses.total)))
-                mine = Again(bad, 1, None, seen.bad_sequences)
+                mine = SecondRun(bad, 1, None, seen.bad_sequences)
             elif at is not None and at.not_finite:
-                mine = Again(at.not_finite, at.elements, at.saturated, seen.bad_sequences)
+                mine = SecondRun(at.not_finite, at.elements, at.saturated, seen.bad_sequences)
             else:
-                mine = Again(0, 0, None, [])
+                mine = SecondRun(0, 0, None, [])
         return self._world.gather(mine)[origin.rank]
 
 

@@ -192,7 +192,7 @@ class RunFolder:
         if not target.is_file() or target.read_bytes() != content:
             replace_file(target, content)
 
-    def heal(self, step: int, on_event: OnEvent) -> None:
+    def recreate_if_deleted(self, step: int, on_event: OnEvent) -> None:
         """Create the folder again if it was deleted during the run, so that the run can resume from its next
         checkpoint.
 

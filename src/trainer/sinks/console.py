@@ -58,7 +58,7 @@ class Screen(Protocol):
         """Show that `step` is done. Cheap enough for every step."""
         ...
 
-    def doing(self, what: str) -> None:
+    def activity(self, what: str) -> None:
         """Show the activity between two steps until the next metrics. Cheap, too."""
         ...
 
@@ -153,7 +153,7 @@ class SilentScreen:
     def progress(self, step: int) -> None:
         """Do nothing."""
 
-    def doing(self, what: str) -> None:
+    def activity(self, what: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class PlainScreen:
     def progress(self, step: int) -> None:
         """Do nothing: a line each step would drown the others."""
 
-    def doing(self, what: str) -> None:
+    def activity(self, what: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class LiveScreen:
         """Move the bar to `step`."""
         self._progress.update(self._task, completed=step)
 
-    def doing(self, what: str) -> None:
+    def activity(self, what: str) -> None:
         """Show the activity in the bar, in place of the metrics."""
         self._progress.update(self._task, now=what)
 

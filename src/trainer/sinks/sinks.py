@@ -4,7 +4,7 @@
 metrics(values)          x                           x             x                x
 tensors(entry)      and nothing else: tensors.jsonl
 event(kind, ...)                        x            x             x
-progress(step), doing(what)                          x
+progress(step), activity(what)                       x
 summary(...)                                         x             x
 
 An alert event also becomes a W&B alert; alerts and failures go to `health.notify`, too.
@@ -179,9 +179,9 @@ class Sinks:
         self._step = step
         self._screen.progress(step)
 
-    def doing(self, what: str) -> None:
+    def activity(self, what: str) -> None:
         """Show the activity between two steps, in a few words, until the next metrics."""
-        self._screen.doing(what)
+        self._screen.activity(what)
 
     def header(self, rows: Iterable[tuple[str, str]]) -> None:
         """Show what the run will do: labels and values, in the log, and on the screen if it shows progress."""

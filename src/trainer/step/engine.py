@@ -12,8 +12,8 @@ from precision import Plan, ScalingArena, bind
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
-from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
-from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
+from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
+from trainer.forecast.memory import is_gathered_in_fp8, pick_fsdp_policy, records_graphs, total_memory
 from trainer.forecast.preflight import check_fsdp_policy
 from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host
@@ -56,7 +56,7 @@ class Engine:
     qk_clip: QKClip | None = None
     """Clips attention logits after the optimizer's update."""
 
-    def enter(self, now: Stretch, weights: LossWeights, before: tuple[Stretch, LossWeights] | None) -> None:
+    def enter(self, now: Segment, weights: LossWeights, before: tuple[Segment, LossWeights] | None) -> None:
         """Prepare for a step with another shape, or other loss weights, than the step before, if any."""
         config = self.model.config
         self.model.mtp_loss_weight = config.mtp_loss_weight if weights.mtp is None else weights.mtp
@@ -101,7 +101,7 @@ def build_engine(
     if config.cuda_graph is Switch.true and device.type != "cuda":
         raise UserError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
-    degrees, whole, config = resolve(config.parallel, world.size), config, widest(config)
+    degrees, whole, config = resolve(config.parallel, world.size), config, at_peak_memory(config)
     check_fsdp_policy(config, degrees)
     torch.manual_seed(config.trainer.seed)
     total = total_memory(device)
@@ -119,7 +119,7 @@ def build_engine(
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
-    sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).stretches}
+    sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
     parallelize(model, config.recompute, compiled, shapes=len(sizes))
     spoil = injector.loss if injector is not None else None
     loss_scale = LossScale(config.precision.loss_scale, device) if plan.is_fp16 else None
@@ -168,7 +168,7 @@ def build_model(
     saved: `Plan.backends()` from the start of a run that resumes, to choose the same backends. degrees: of the ranks
     that share the weights. total: memory of the smallest of their GPUs, bytes.
     """
-    degrees, config = degrees or Degrees(), widest(config)
+    degrees, config = degrees or Degrees(), at_peak_memory(config)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
@@ -177,7 +177,7 @@ def build_model(
         from trainer.parallel.dispatch import build_slots
         from trainer.parallel.fsdp import materialise
 
-        fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
+        fp8 = any(is_gathered_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
         keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
         mesh = build_mesh(degrees, device.type)
         if mesh.pipeline is not None:

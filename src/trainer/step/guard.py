@@ -116,7 +116,7 @@ class StepGuard:
         room = (None, None) if fill is None else (fill.clone(), crowded)
         if loss_scale is None:
             return Verdict(step, ok, place, spike, torch.zeros_like(ok), reading, None, *room)
-        overflow = ~ok & ~spike & ~crowded & (place >= self._first_backward) & loss_scale.may_fall
+        overflow = ~ok & ~spike & ~crowded & (place >= self._first_backward) & loss_scale.can_decrease
         return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone(), *room)
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:

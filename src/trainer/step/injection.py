@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models import DeepSeek
 from precision import AmaxProbe, Linear, gemm_layers
-from trainer.config import InjectConfig, Where
+from trainer.config import InjectConfig, InjectPlace
 from trainer.parallel.shard_views import local
 
 
@@ -30,11 +30,11 @@ class Injector:
         self._reads = True
         _, block = model.iter_blocks()[len(model.layers) // 2]
         self._probe: FaultyProbe | None = None
-        if config.where in (Where.activation, Where.gradient):
+        if config.where in (InjectPlace.activation, InjectPlace.gradient):
             device = next(block.parameters()).device
             self._probe = FaultyProbe(block.attn_probe, config.where, config.value, device)
             block.add_module("attn_probe", self._probe)
-        elif config.where is Where.weight:
+        elif config.where is InjectPlace.weight:
             # not in `before`: sharded weights exist only after the block has gathered them
             block.register_forward_pre_hook(self._spoil_weight)
         self._layer = [layer for layer in gemm_layers(block) if isinstance(layer, Linear)][-1]
@@ -54,7 +54,7 @@ class Injector:
 
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss, with the fault if it is armed."""
-        return loss * self._value if self._armed and self._config.where is Where.loss else loss
+        return loss * self._value if self._armed and self._config.where is InjectPlace.loss else loss
 
     @torch.no_grad()
     def _spoil_weight(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -75,7 +75,7 @@ class FaultyProbe(nn.Module):
     whatever their hooks. A tensor arms it, so that the graph stays the same.
     """
 
-    def __init__(self, probe: AmaxProbe, where: Where, value: float, device: torch.device):
+    def __init__(self, probe: AmaxProbe, where: InjectPlace, value: float, device: torch.device):
         super().__init__()
         self.probe, self.where = probe, where
         self.value = torch.tensor(value, device=device)
@@ -85,12 +85,12 @@ class FaultyProbe(nn.Module):
         """Return x, with the fault if armed."""
         if not torch.is_grad_enabled():
             return self.probe(x)
-        if self.where is Where.activation:
-            return self.probe(_spoilt(x, self.armed, self.value))
-        return _SpoilGradient.apply(self.probe(x), self.armed, self.value)
+        if self.where is InjectPlace.activation:
+            return self.probe(_injected(x, self.armed, self.value))
+        return _InjectIntoGradient.apply(self.probe(x), self.armed, self.value)
 
 
-class _SpoilGradient(torch.autograd.Function):
+class _InjectIntoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(armed, value)
@@ -98,10 +98,10 @@ class _SpoilGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _spoilt(grads[0], *ctx.saved_tensors), None, None
+        return _injected(grads[0], *ctx.saved_tensors), None, None
 
 
-def _spoilt(x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
+def _injected(x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
     """Return x with `value` as its first element if `armed`."""
     first = (torch.arange(x.numel(), device=x.device) == 0).view(x.shape)
     return torch.where(first & armed, value.to(x.dtype), x)

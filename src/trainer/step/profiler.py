@@ -35,7 +35,7 @@ class Profiler:
     ):
         self._window = range(config.steps[0], config.steps[1] + 1) if config.steps else range(0)
         self._folder, self._on_event = folder / "profile", on_event
-        self._whose = "" if rank is None else f"_rank{rank}"
+        self._suffix = "" if rank is None else f"_rank{rank}"
         self._cuda = device.type == "cuda"
         self._memory = config.memory
         self._profile: profile | None = None
@@ -87,7 +87,7 @@ class Profiler:
             torch.cuda.synchronize()
         recorded.stop()
         self._folder.mkdir(exist_ok=True)
-        window = f"step{self._first}-{self._last}{self._whose}"
+        window = f"step{self._first}-{self._last}{self._suffix}"
         names = [f"trace_{window}.json.gz"]
         with TemporaryDirectory(dir=self._folder) as new:  # torch would write through a link of that name
             recorded.export_chrome_trace(f"{new}/{names[0]}")

@@ -11,7 +11,7 @@ from models.hf import matrices
 from precision import GroupedLinear, Linear, refresh_weights
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
-from trainer.offline.hf_export import Numbers, export, plain_model
+from trainer.offline.hf_export import ExportFormat, export, plain_model
 from trainer.offline.hf_fp8 import RunQuantizer
 from trainer.offline.row_reader import SavedTensors
 from trainer.step.engine import Engine
@@ -36,7 +36,7 @@ def test_the_exported_fp8_is_what_the_gpu_computes_with(
 
     path = tmp_path / "checkpoints" / "step_00000002"
     quantizer = RunQuantizer(cfg.model, cfg.precision, e.plan.backends(), SavedTensors(path), path)
-    made = export(path, tmp_path / "out", cfg.model, Numbers.fp8, None, quantizer=quantizer, mtp=True)
+    made = export(path, tmp_path / "out", cfg.model, ExportFormat.fp8, None, quantizer=quantizer, mtp=True)
     assert made.left == []
     found = {}
     for file in made.folder.glob("*.safetensors"):

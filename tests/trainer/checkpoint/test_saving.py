@@ -227,8 +227,8 @@ def test_a_smaller_keep_reports_what_the_next_save_deletes(folder: Path, events:
         first.save(step, {"t": torch.tensor(step)}, {})
     first.close()
     events.heard.clear()
-    Checkpointer(folder, 4, events).announce(4)  # as before: each save replaces one
-    Checkpointer(folder, 2, events).announce(4, before=2)  # the row began with step 1
+    Checkpointer(folder, 4, events).warn_of_deletions(4)  # as before: each save replaces one
+    Checkpointer(folder, 2, events).warn_of_deletions(4, before=2)  # the row began with step 1
     messages = [message for _, _, message, _ in events.heard]
     assert messages == ["checkpoint.keep=2: the next save deletes 2 checkpoints, step_00000002 to step_00000003"]
     again = Checkpointer(folder, 2, events)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.checkpoint import manifest, newest_checkpoint, verifying_together
-from trainer.checkpoint.manifest import STATE, seal, write_file
+from trainer.checkpoint.manifest import STATE, write_file, write_manifest
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World, init
 
@@ -27,7 +27,7 @@ def save(folder: Path, step: int) -> Path:
     path = folder / f"step_{step:08d}"
     path.mkdir(parents=True)
     texts = {**{name: name * (index + 1) for index, name in enumerate(NAMES)}, STATE: json.dumps({"step": step})}
-    seal(path, {name: write_file(path / name, text) for name, text in texts.items()})
+    write_manifest(path, {name: write_file(path / name, text) for name, text in texts.items()})
     return path
 
 

@@ -22,7 +22,7 @@ import precision.config
 import trainer.config
 import trainer.config.data
 from precision.config import Precision
-from trainer.config import Config, Schedule, Switch, Where, load, meant_by, unknown_key
+from trainer.config import Config, InjectPlace, Schedule, Switch, load, meant_by, unknown_key
 from trainer.config.other_frameworks import KEYS, OURS
 from trainer.config.schema import keys_of, nearest
 from trainer.forecast.preflight import check
@@ -198,7 +198,7 @@ def test_values_arrive_in_their_types(plain: dict[str, Any]):
     assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float) and config.run.name == "7"
     assert config.trainer.max_steps == 1000 and isinstance(config.trainer.max_steps, int)
     inject = config.debug.inject
-    assert inject is not None and inject.where is Where.weight and inject.value != inject.value
+    assert inject is not None and inject.where is InjectPlace.weight and inject.value != inject.value
 
 
 def test_load_leaves_its_input_alone(plain: dict[str, Any]):

@@ -72,7 +72,7 @@ def test_a_ramp_grows_by_what_it_began_with_in_equal_parts_of_tokens() -> None:
     t = Timeline(
         trainer("trainer.max_steps=30", "trainer.phases=[{until: 0.36K, global_batch_size: 16, batch_ramp: true}]")
     )
-    assert [(each.first, each.before, each.batch) for each in t.stretches] == [
+    assert [(each.first, each.before, each.batch) for each in t.segments] == [
         (1, 0, 4), (4, 120, 8), (6, 280, 12), (7, 400, 16),
     ]  # fmt: skip
     tokens = 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.data import DataConfig
 from trainer.data import corpus as corpus_module
-from trainer.data.corpus import Damage, Document, read_part, read_pieces, scan, split, whats_wrong
+from trainer.data.corpus import Damage, Document, read_part, read_pieces, scan, split, unreadable_reason
 
 
 def paths(data: DataConfig) -> list[str]:
@@ -103,8 +103,8 @@ def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
     ):
         path = tmp_path / str(number)
         path.write_bytes(content)
-        assert whats_wrong(path) == wrong
-    assert whats_wrong(tmp_path) == "cannot be read: Is a directory"
+        assert unreadable_reason(path) == wrong
+    assert unreadable_reason(tmp_path) == "cannot be read: Is a directory"
 
 
 def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(

@@ -16,7 +16,7 @@ from trainer.forecast.dry_run import report
 from trainer.forecast.fits import what_grew
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
-from trainer.forecast.preflight import check, fitted, without_effect
+from trainer.forecast.preflight import check, with_fitting_microbatch, without_effect
 from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer
@@ -278,10 +278,10 @@ def test_ranks_warn_that_auto_would_take_transformer_engine(config: Make, monkey
 def test_smaller_microbatches_leave_evaluations_as_long_as_they_were(config: Make):
     made = config("parallel=fsdp", "trainer.microbatch_size=8", "trainer.global_batch_size=8", "eval.batches=3")
     for ranks, size, batches in ((1, 8, 3), (2, 4, 6), (8, 1, 24)):
-        shared = fitted(made, resolve(made.parallel, ranks))
+        shared = with_fitting_microbatch(made, resolve(made.parallel, ranks))
         assert (shared.trainer.microbatch_size, shared.eval.batches) == (size, batches)
     every = config("parallel=fsdp", "trainer.microbatch_size=4", "trainer.global_batch_size=4", "eval.batches=null")
-    assert fitted(every, resolve(every.parallel, 2)).eval.batches is None
+    assert with_fitting_microbatch(every, resolve(every.parallel, 2)).eval.batches is None
 
 
 def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(config: Make):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer.health import nvml as ours
-from trainer.health.nvml import Lost, Unavailable, find, find_by
+from trainer.health.nvml import GpuLost, Unavailable, find, find_by
 
 UUID, OTHER = "0a1b2c3d-1111-2222-3333-444455556666", "ffffffff-1111-2222-3333-444455556666"
 BUS = "00000000:1b:00.0"
@@ -91,7 +91,7 @@ def test_a_lost_gpu(nvml, error: int) -> None:
     gpu = find_by(UUID)
     fake.refuse(error)
     for ask in (gpu.joules, gpu.watts, gpu.celsius, gpu.sm_mhz, gpu.reasons, gpu.ecc_errors):
-        with pytest.raises(Lost):
+        with pytest.raises(GpuLost):
             ask()
 
 

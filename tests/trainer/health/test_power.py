@@ -18,7 +18,7 @@ from trainer.config.schema import Switch
 from trainer.health import nvml as ours
 from trainer.health import power
 from trainer.health.nvml import find_by
-from trainer.health.power import Found, PowerMeter, Reading, Sampler, combine, find_gpus
+from trainer.health.power import MeteredGpus, PowerMeter, Reading, Sampler, combine, find_gpus
 from trainer.launch.world import World
 from trainer.trainer import Trainer
 
@@ -237,7 +237,7 @@ def test_off_on_a_cpu_and_when_asked_is_reported_in_the_log_alone(
 ) -> None:
     config, world = PowerConfig(Switch(switch), 1.0), World(torch.device(device))
     found = find_gpus(config, world)
-    assert found == Found(None, [], False, "")
+    assert found == MeteredGpus(None, [], False, "")
     events: list[Any] = []
     meter = PowerMeter(found, config, world, lambda *what, **more: events.append(what))
     with caplog.at_level("INFO", "trainer"):
@@ -263,7 +263,9 @@ def test_a_gpu_lost_on_another_rank_is_reported_once_and_the_others_continue() -
     events: list[Any] = []
     world = Pair("cuda", Reading(lost=1.0).row())
     config = PowerConfig(Switch.auto, 1.0)
-    meter = PowerMeter(Found(None, [0, 1], True, ""), config, world, lambda *what, **more: events.append((what, more)))
+    meter = PowerMeter(
+        MeteredGpus(None, [0, 1], True, ""), config, world, lambda *what, **more: events.append((what, more))
+    )
     for step in (1, 2):
         assert "gpu/joules_per_token" not in meter.read(step, 100, 1.0, 1)
     (what, more), *others = events
@@ -278,7 +280,7 @@ def test_a_run_logs_power_and_heat(
     """A small run on the CPU whose GPU is the library's: hot, and slowed by it."""
     gpu = nvml.add(f"GPU-{UUID}")
     gpu.set(reasons=0x20, sm_clock=990, temperature=91)
-    monkeypatch.setattr(power, "find_gpus", lambda config, world: Found(ours.find(world.device), [0], True, ""))
+    monkeypatch.setattr(power, "find_gpus", lambda config, world: MeteredGpus(ours.find(world.device), [0], True, ""))
     monkeypatch.setattr("trainer.build.find_gpus", power.find_gpus)
     trainer = Trainer(config("run.name=warm", "trainer.max_steps=8", "health.power.seconds=0.1"))
     step = trainer._step

@@ -24,7 +24,7 @@ from precision.backends import get_backend
 from precision.formats import E4M3
 from trainer.checkpoint import read, read_meta
 from trainer.offline.export import export_run
-from trainer.offline.hf_export import Numbers, saved_model
+from trainer.offline.hf_export import ExportFormat, saved_model
 from trainer.offline.hf_fp8 import dequantize
 from trainer.offline.saved_model import open_run
 from trainer.trainer import Trainer
@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(runs: Path) -> dict[str, Path]:
     """The fp8_block run in each format."""
     made = {}
-    for numbers in Numbers:
+    for numbers in ExportFormat:
         made[numbers.value], _ = export_run(runs / "fp8_block", runs / f"hf_{numbers.value}", numbers)
     assert made["fp8"].left == [] and 0.5 < made["fp8"].fp8_share < 1
     return {name: export.folder for name, export in made.items()}
@@ -171,7 +171,7 @@ def test_the_exported_bf16_is_the_rounded_master(runs: Path, exported: dict[str,
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_delayed"])
 def test_the_exported_fp8_is_what_the_run_computes_with(name: str, runs: Path, recipe: Precisions) -> None:
     out = runs / f"again_{name}"
-    made, remarks = export_run(runs / name, out, Numbers.fp8, mtp=True, max_file_bytes=200_000)
+    made, remarks = export_run(runs / name, out, ExportFormat.fp8, mtp=True, max_file_bytes=200_000)
     unfit = ["layers.0.attn.kv_b", "mtp.0.attn.kv_b"] if name == "fp8_delayed" else []  # 192 by 32 numbers
     assert made.left == unfit
     assert remarks == (
@@ -205,7 +205,7 @@ def test_the_exported_fp8_is_what_the_run_computes_with(name: str, runs: Path, r
 def test_loaders_of_fp8_find_scales_where_they_look_for_them(runs: Path) -> None:
     """The model that transformers builds for FP8 GEMMs, on a GPU, has the exported tensors and no others."""
     out = runs / "fp8_for_loaders"
-    export_run(runs / "fp8_delayed", out, Numbers.fp8)
+    export_run(runs / "fp8_delayed", out, ExportFormat.fp8)
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert "scale_fmt" not in settings, "the scales of fp8_delayed are no powers of two"
     assert "model.layers.1.mlp.experts" in settings["modules_to_not_convert"]
@@ -278,26 +278,26 @@ def test_the_checkpoint_records_its_training_and_not_the_run_folder(runs: Path, 
     (copied / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
     config = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text(config.replace("end_of_text: ", "end_of_text: x"))
-    export_run(copied, tmp_path / "out", Numbers.fp8)
-    export_run(runs / "fp8_delayed", tmp_path / "expected", Numbers.fp8)
+    export_run(copied, tmp_path / "out", ExportFormat.fp8)
+    export_run(runs / "fp8_delayed", tmp_path / "expected", ExportFormat.fp8)
     for path in (tmp_path / "expected").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     (copied / "tokenizer.json").write_text((copied / "tokenizer.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"tokenizer\.json: was altered"):
-        export_run(copied, tmp_path / "other", Numbers.bf16)
+        export_run(copied, tmp_path / "other", ExportFormat.bf16)
 
 
 def test_an_earlier_step_is_exported_under_the_config_that_made_it(runs: Path, tmp_path: Path) -> None:
     """The run resumes with a block in BF16, under the same recipe's name."""
     shutil.copytree(runs / "fp8_block", tmp_path / "run")
-    export_run(tmp_path / "run", tmp_path / "expected", Numbers.fp8)
+    export_run(tmp_path / "run", tmp_path / "expected", ExportFormat.fp8)
     places = [f"data.path={runs / 'text'}", f"data.cache_dir={runs / 'cache'}", f"run.dir={tmp_path}", "run.name=run"]
     changed = ["precision=fp8_block", "precision.rules.last_blocks=1", "run.resume=auto", "trainer.max_steps=4"]
     Trainer(config_of([*SMALL, YARN, f"run.init_from={runs / 'fp32'}", *places, *changed])).train()
-    export_run(tmp_path / "run", tmp_path / "earlier", Numbers.fp8, step=2)
+    export_run(tmp_path / "run", tmp_path / "earlier", ExportFormat.fp8, step=2)
     for path in (tmp_path / "expected").iterdir():
         assert (tmp_path / "earlier" / path.name).read_bytes() == path.read_bytes(), path.name
-    export_run(tmp_path / "run", tmp_path / "later", Numbers.fp8, step=4)
+    export_run(tmp_path / "run", tmp_path / "later", ExportFormat.fp8, step=4)
     assert tensors(tmp_path / "later").keys() < tensors(tmp_path / "earlier").keys(), "the last block has no scales"
 
 
@@ -307,7 +307,7 @@ def test_an_altered_end_of_text_is_not_exported_nor_evaluated(runs: Path, tmp_pa
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("end_of_text: <|endoftext|>", "end_of_text: def"))
     assert (run / "config.yaml").read_text() != config
-    export_run(run, tmp_path / "out", Numbers.bf16)
+    export_run(run, tmp_path / "out", ExportFormat.bf16)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
     assert open_run(run).config.data.end_of_text == "<|endoftext|>"
     (checkpoint,) = (run / "checkpoints").iterdir()
@@ -316,7 +316,7 @@ def test_an_altered_end_of_text_is_not_exported_nor_evaluated(runs: Path, tmp_pa
     assert (checkpoint / "state.json").read_text() != state
     for name in (run, checkpoint):
         with pytest.raises(ValueError, match=r"damaged|state\.json"):
-            export_run(name, tmp_path / "other", Numbers.bf16)
+            export_run(name, tmp_path / "other", ExportFormat.bf16)
         with pytest.raises(ValueError, match=r"damaged|state\.json"):
             open_run(name)
     assert not (tmp_path / "other").exists()

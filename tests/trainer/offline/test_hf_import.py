@@ -21,13 +21,13 @@ from models import ModelConfig, RouterScoring, YarnConfig
 from models.hf import shapes
 from trainer.checkpoint import ShardView, read
 from trainer.checkpoint.dcp import ShardSavePlanner
-from trainer.checkpoint.manifest import seal, write_file
+from trainer.checkpoint.manifest import write_file, write_manifest
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
 from trainer.launch.composition import compose
 from trainer.offline import row_reader
-from trainer.offline.hf_export import Numbers, export, plain_model
+from trainer.offline.hf_export import ExportFormat, export, plain_model
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
 from trainer.offline.hf_import import import_hf
 from trainer.offline.row_reader import SavedTensors
@@ -75,7 +75,7 @@ def saved(path: Path, model: ModelConfig, state: dict[str, Tensor], ranks: int =
     files = writer.files
     text = {"step": 5, "meta": {"model": plain_model(model), "precision": "bf16"}, "state": split({"model": state})[0]}
     files["state.json"] = write_file(path / "state.json", json.dumps(text))
-    seal(path, files)
+    write_manifest(path, files)
     return path
 
 
@@ -102,14 +102,14 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp32_and_bf16_come_back(model: ModelConfig, ranks: int, tmp_path: Path, small_steps: None) -> None:
     state = weights(model)
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", model, state, ranks)
-    for numbers in (Numbers.fp32, Numbers.bf16):
+    for numbers in (ExportFormat.fp32, ExportFormat.bf16):
         out = tmp_path / numbers.value
         export(checkpoint, out, model, numbers, None, mtp=True, max_file_bytes=400_000)
         made = import_hf(out, tmp_path / f"in_{numbers.value}")
         kept = replace(made.model, mtp_loss_weight=model.mtp_loss_weight)
         assert (kept, made.tokenizer, made.fp8, made.remarks) == (model, None, 0, [])
         expected = state
-        if numbers is Numbers.bf16:
+        if numbers is ExportFormat.bf16:
             expected = {n: t if n.endswith(".bias") else t.bfloat16().float() for n, t in state.items()}
         assert_equal(imported(made.folder), expected)
 
@@ -118,7 +118,7 @@ def published(folder: Path, power_of_two: bool, sources: dict[str, torch.dtype])
     """A folder as DeepSeek publishes FP8: everything in blocks but embedding, head, norms, routers and eh_proj.
     sources: formats of other tensors. Returns its tensors and config.json."""
     checkpoint = saved(folder.parent / "made" / "checkpoints" / "step_00000000", MODEL, weights(MODEL))
-    export(checkpoint, folder, MODEL, Numbers.fp32, None, mtp=True)
+    export(checkpoint, folder, MODEL, ExportFormat.fp32, None, mtp=True)
     tensors, generator = dict[str, Tensor](), torch.Generator().manual_seed(4)
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -169,7 +169,7 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
     checkpoint = made.folder / "checkpoints" / "step_00000000"
     quantizer = KeptQuantizer(SavedTensors(checkpoint), checkpoint)
     out = tmp_path / "again"
-    export(checkpoint, out, made.model, Numbers.fp8, None, quantizer=quantizer, mtp=True, max_file_bytes=300_000)
+    export(checkpoint, out, made.model, ExportFormat.fp8, None, quantizer=quantizer, mtp=True, max_file_bytes=300_000)
     again: dict[str, Tensor] = {}
     for file in out.glob("*.safetensors"):
         again |= load_file(file)
@@ -207,7 +207,7 @@ def test_a_run_can_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_mtp_that_config_json_promises_and_the_files_lack_is_left_out(tmp_path: Path) -> None:
     state = weights(MODEL)
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, state)
-    export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
+    export(checkpoint, tmp_path / "out", MODEL, ExportFormat.fp32, None)
     path = tmp_path / "out" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 1}))
     made = import_hf(tmp_path / "out", tmp_path / "in")
@@ -221,7 +221,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writes fail half way, as on a full disk
     try:
         with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
-            export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
+            export(checkpoint, tmp_path / "out", MODEL, ExportFormat.fp32, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -229,11 +229,11 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_process_is_left_alone(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
-    export(checkpoint, tmp_path / "made", MODEL, Numbers.fp32, None)
+    export(checkpoint, tmp_path / "made", MODEL, ExportFormat.fp32, None)
     (tmp_path / "out.partial").mkdir()
     said = r"out\.partial: exists: .*; remove it, or choose another folder than .*out$"
     with pytest.raises(ValueError, match=said):
-        export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
+        export(checkpoint, tmp_path / "out", MODEL, ExportFormat.fp32, None)
     with pytest.raises(ValueError, match=said):
         import_hf(tmp_path / "made", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "out.partial", "run"]
@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "integers": (lambda f, t, c: t.update({O_PROJ: torch.ones(192, 72, dtype=torch.int8)}), "I8 .* only F32, BF16"),
     "MTP's own head": (
         lambda f, t, c: t.update({"model.layers.2.shared_head.head.weight": torch.ones(300, 192)}),
-        "model.layers.2.shared_head.head.weight is not lm_head.weight",
+        "model.layers.2.shared_head.head.weight differs from lm_head.weight",
     ),
     "unknown architecture": (lambda f, t, c: c.update(model_type="llama"), "model_type=llama"),
     "YaRN by another rule": (lambda f, t, c: c["rope_scaling"].update(truncate=False), "only plain RoPE and YaRN"),
@@ -374,7 +374,7 @@ def measure_memory(folder: Path) -> None:
         return memory("VmHWM") - before
 
     bf16, back = folder / "bf16", folder / "back"
-    exported = growth(lambda: export(checkpoint, bf16, model, Numbers.bf16, None, mtp=True))
+    exported = growth(lambda: export(checkpoint, bf16, model, ExportFormat.bf16, None, mtp=True))
     imported = growth(lambda: import_hf(bf16, back))
     print(json.dumps([exported, imported, growth(lambda: read(checkpoint))]))
 

@@ -74,10 +74,10 @@ def test_it_starts_grows_and_stops_falling_where_it_should() -> None:
     assert float(scale.scale) == 2**16
     for _ in range(2000):
         scale.update(torch.tensor(True))
-    assert float(scale.scale) == 2**17 and bool(scale.may_fall)
+    assert float(scale.scale) == 2**17 and bool(scale.can_decrease)
     for _ in range(40):
         scale.update(torch.tensor(False))
-    assert float(scale.scale) == 1 and not bool(scale.may_fall)
+    assert float(scale.scale) == 1 and not bool(scale.can_decrease)
 
 
 def norms(engine: Engine, scale: float) -> tuple[float, Tensor]:

@@ -21,7 +21,7 @@ from precision import Plan, gemm_layers
 from precision.config import BackendChoice
 from precision.hardware import Gpu
 from trainer.config import Switch
-from trainer.forecast.memory import travels_in_fp8
+from trainer.forecast.memory import is_gathered_in_fp8
 from trainer.forecast.preflight import check
 from trainer.launch.world import World
 from trainer.parallel import gather, mesh
@@ -161,7 +161,8 @@ def test_by_itself_it_is_on_where_there_are_kernels(precision: str, gpu: Gpu | N
         DeepSeek(config.model, plan)
     assert config.parallel.fp8_all_gather is Switch.auto
     assert (
-        any(travels_in_fp8(config.parallel.fp8_all_gather, row, Degrees(shard=2)) for row in plan.gemms.values()) is on
+        any(is_gathered_in_fp8(config.parallel.fp8_all_gather, row, Degrees(shard=2)) for row in plan.gemms.values())
+        is on
     )
 
 

@@ -73,7 +73,7 @@ def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, ope
     for path in run.path.iterdir():
         if path.name != ".lock":
             path.unlink()
-    run.heal(4, lambda kind, step, message, **what: messages.append(message))
+    run.recreate_if_deleted(4, lambda kind, step, message, **what: messages.append(message))
     assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is created again" in messages[0]
     with pytest.raises(ValueError, match="in use by process"):
         opened(runs, resume="auto")

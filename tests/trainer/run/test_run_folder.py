@@ -14,7 +14,7 @@ from run_folders import TEXTS, damage, logged, make_run, quiet, snapshot
 
 from trainer.checkpoint import read
 from trainer.config import load
-from trainer.config.paths import anchored
+from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import CHECKPOINTS
@@ -31,7 +31,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
     written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))
-    assert load(written) == anchored(config)  # pyright: ignore[reportArgumentType]
+    assert load(written) == with_absolute_paths(config)  # pyright: ignore[reportArgumentType]
     assert (run.path / "overrides.txt").read_text().splitlines() == overrides
     assert (run.path / "precision_plan.txt").read_text() == "the plan\n"
     assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__

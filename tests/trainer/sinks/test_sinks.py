@@ -254,7 +254,7 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunFolder) -> No
         screen.shows(r"━.* 20/200 loss 5.4321  12,346 tok/s .* left")
         print("printed by a library")
         assert "step  20/200  loss 5.4321  lm 5.1234" in screen.text
-        sinks.doing("evaluating 12/34")
+        sinks.activity("evaluating 12/34")
         screen.shows(r"━.* 20/200 evaluating 12/34 .* left")
         sinks.metrics({"step": 20, "loss/validation": 4.5})
         screen.shows(r"20/200 loss 5.4321", since=len(screen.text))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from precision import begin_step, bind
-from trainer.config import Config, InjectConfig, Where
+from trainer.config import Config, InjectConfig, InjectPlace
 from trainer.config.schema import Recompute
 from trainer.parallel.blocks import parallelize
 from trainer.step.engine import build_model
@@ -20,13 +20,13 @@ ONE_KIND = "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_laye
 @pytest.mark.parametrize(
     ("where", "recompute"),
     [
-        (Where.activation, Recompute.full),
-        (Where.gradient, Recompute.none),
-        pytest.param(Where.activation, Recompute.none, marks=pytest.mark.exhaustive),
-        pytest.param(Where.gradient, Recompute.full, marks=pytest.mark.exhaustive),
+        (InjectPlace.activation, Recompute.full),
+        (InjectPlace.gradient, Recompute.none),
+        pytest.param(InjectPlace.activation, Recompute.none, marks=pytest.mark.exhaustive),
+        pytest.param(InjectPlace.gradient, Recompute.full, marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Recompute) -> None:
+def test_compiled_blocks_have_them(config: Configs, where: InjectPlace, recompute: Recompute) -> None:
     torch.compiler.reset()
     device = torch.device("cpu")
     plan, model = build_model(config("precision=bf16", *ONE_KIND), device)
@@ -45,7 +45,7 @@ def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Rec
         model.zero_grad()
     assert bad[0] == bad[2] == []
     assert bad[1]
-    if where is Where.activation:
+    if where is InjectPlace.activation:
         assert next(name for name in bad[1] if not name.endswith(":grad")) == "layers.1.attn"
     else:
         assert all(name.endswith(":grad") for name in bad[1]) and "layers.1.attn:grad" in bad[1]
@@ -57,7 +57,7 @@ def test_a_spoilt_weight_is_not_the_master(config: Configs, precision: str) -> N
     """FP32 computes with the master itself. The next step makes the weight from it again."""
     device = torch.device("cpu")
     plan, model = build_model(config(f"precision={precision}"), device)
-    injector = Injector(InjectConfig(step=1, where=Where.weight, value=float("nan")), model)
+    injector = Injector(InjectConfig(step=1, where=InjectPlace.weight, value=float("nan")), model)
     arena = bind(model, plan, device)
     tokens = torch.randint(6, 320, (2, 25), generator=torch.Generator().manual_seed(0))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -62,10 +62,12 @@ def curves(series: dict[str, tuple[np.ndarray, np.ndarray]], buckets: int) -> li
 
 def short(values: np.ndarray) -> list[float | int]:
     """Round to 6 significant digits; whole numbers become int."""
-    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in map(_six, values.tolist())]
+    return [
+        int(value) if value.is_integer() and abs(value) < 1e15 else value for value in map(_rounded, values.tolist())
+    ]
 
 
-def _six(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 

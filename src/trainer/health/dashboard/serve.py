@@ -48,7 +48,7 @@ class Live:
                 run.poll()
             sent = self._tokens.get(token)
             now = [Cursor(run) for run in self._runs]
-            answer = payload(self._runs, sent=[_few(*pair) for pair in zip(sent, now, strict=True)] if sent else ())
+            answer = payload(self._runs, sent=[_recent(*pair) for pair in zip(sent, now, strict=True)] if sent else ())
             fresh = f"{self._origin}-{next(self._numbers)}"
             self._tokens[fresh] = now
             while len(self._tokens) > READERS:
@@ -56,7 +56,7 @@ class Live:
             return answer | {"token": fresh}
 
 
-def _few(sent: Cursor, now: Cursor) -> Cursor | None:
+def _recent(sent: Cursor, now: Cursor) -> Cursor | None:
     """Return the cursor, or None if the run has advanced so far that sending all of it again is better."""
     most = max((count - sent.series.get(key, 0) for key, count in now.series.items()), default=0)
     return sent if most <= MOST_NEW else None

@@ -34,13 +34,13 @@ class Throttled(Rule):
         clock = number(metrics, "gpu/clock_mhz")
         at = f", to {clock:.0f} MHz" if clock is not None else ""
         message = (
-            f"{said[why]} {_whose(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks wait "
-            "for it: check fans, airflow and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
+            f"{said[why]} {_gpu_of_rank(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks "
+            "wait for it: check fans, airflow and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
         )
         return [Alert(self.name, step, message, share, self._share)]
 
 
-class _Hot(Rule):
+class _TemperatureLimit(Rule):
     """A GPU was warmer than this at any sample since the line before."""
 
     of_process = True
@@ -58,20 +58,20 @@ class _Hot(Rule):
         if hot <= self._celsius:
             return []
         message = (
-            f"{self.WHAT} of {_whose(metrics, self.RANK)} is at {hot:.0f} °C "
+            f"{self.WHAT} of {_gpu_of_rank(metrics, self.RANK)} is at {hot:.0f} °C "
             f"(health.alerts.{self.name}={self._celsius:g}): it will throttle soon, then shut down; cool it, or "
             "lower its power limit (`nvidia-smi -pl`)"
         )
         return [Alert(self.name, step, message, hot, self._celsius)]
 
 
-class GpuCelsius(_Hot):
+class GpuCelsius(_TemperatureLimit):
     """The core is too hot."""
 
     name, KEY, WHAT, RANK = "gpu_celsius", "gpu/temperature_c", "the core", "hottest_rank"
 
 
-class GpuMemoryCelsius(_Hot):
+class GpuMemoryCelsius(_TemperatureLimit):
     """The memory is too hot."""
 
     name, KEY, WHAT, RANK = "gpu_memory_celsius", "gpu/memory_temperature_c", "the memory", "hottest_memory_rank"
@@ -98,6 +98,6 @@ class GpuMemoryErrors(Rule):
         return [Alert(self.name, step, message, errors, self._count)]
 
 
-def _whose(metrics: Entry, key: str) -> str:
+def _gpu_of_rank(metrics: Entry, key: str) -> str:
     rank = number(metrics, f"gpu/{key}")
     return "the GPU" if rank is None else f"the GPU of rank {rank:.0f}"

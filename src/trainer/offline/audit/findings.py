@@ -28,7 +28,7 @@ class Finding:
         return self.planned == self.seen
 
 
-class Seen:
+class Observations:
     """Observations by row (and part of a row)."""
 
     def __init__(self) -> None:

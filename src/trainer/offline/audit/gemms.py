@@ -13,7 +13,7 @@ from precision.linear import GroupedLinear, Linear
 from precision.rows import GemmRecipe
 from precision.scaling import Slot
 from trainer.offline.audit.accumulation import check_sums
-from trainer.offline.audit.findings import Seen
+from trainer.offline.audit.findings import Observations
 
 EXPERTS = ".moe.experts"  # the modules inside which tokens become rows, and rows are summed by token
 REFERENCE, CUDA = "reference", "cuda"
@@ -26,7 +26,7 @@ class GemmRecorder:
     the backward pass.
     """
 
-    def __init__(self, model: nn.Module, arena: ScalingArena, seen: Seen):
+    def __init__(self, model: nn.Module, arena: ScalingArena, seen: Observations):
         names = {layer: name for name, layer in model.named_modules() if isinstance(layer, Linear | GroupedLinear)}
         self._by_address = {}
         for layer in gemm_layers(model):
@@ -100,12 +100,12 @@ def recorded(recorder: GemmRecorder, backends: list[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in backends:
             stack.enter_context(replaced(name, _recording(get_backend(name), recorder)))
-        stack.enter_context(_around(head, "_add_wgrad", _after_head(recorder)))
+        stack.enter_context(_intercept(head, "_add_wgrad", _after_head(recorder)))
         if CUDA in backends:
             from precision.kernels import ffn_ops
 
             for name, after in _inside_layers(recorder).items():
-                stack.enter_context(_around(ffn_ops, name, after))
+                stack.enter_context(_intercept(ffn_ops, name, after))
         yield
 
 
@@ -185,7 +185,7 @@ def _data(layer: Linear | GroupedLinear) -> Tensor:
 
 
 @contextmanager
-def _around(module: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
+def _intercept(module: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
     """Call `after` with result and arguments of a module's function inside. Raises AttributeError if it is missing."""
     function = getattr(module, name)
 

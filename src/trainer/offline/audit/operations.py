@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import DeepSeek
 from precision.formats import read_back
-from trainer.offline.audit.findings import Seen
+from trainer.offline.audit.findings import Observations
 from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
 
 SCORES, SOFTMAX, STATISTICS = " scores", " softmax", " statistics"
@@ -27,7 +27,7 @@ FUSED = {
 class Operations(TorchDispatchMode):
     """Records the operations dispatched inside modules, by module name."""
 
-    def __init__(self, model: DeepSeek, gemms: GemmRecorder, seen: Seen):
+    def __init__(self, model: DeepSeek, gemms: GemmRecorder, seen: Observations):
         super().__init__()
         self._gemms, self._seen, self._inside = gemms, seen, [""]
         self._hooks = []

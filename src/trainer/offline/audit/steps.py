@@ -11,7 +11,7 @@ from torch import Tensor
 from models import DeepSeek
 from precision import GemmRow, Plan, ScalingArena, begin_step
 from trainer.offline.audit.accumulation import SHORTEST, Probe, probe
-from trainer.offline.audit.findings import NOTHING, Finding, Seen
+from trainer.offline.audit.findings import NOTHING, Finding, Observations
 from trainer.offline.audit.gemms import CUDA, REFERENCE, GemmRecorder, recorded
 from trainer.offline.audit.operations import SCORES, SOFTMAX, STATISTICS, Operations
 from trainer.optim.adamw import Optimizer
@@ -47,13 +47,13 @@ def audit(
 
     tokens: of a microbatch in training, for sums over rows; None: those of a batch. shortest: sum of a probe.
     """
-    seen, arithmetic = Seen(), Seen()
+    seen, arithmetic = Observations(), Observations()
     ours = [name for name in (REFERENCE, CUDA) if plan.served_by(name)]
     device = arena.amax.device
     loss_scale = LossScale(plan.config.loss_scale, device) if plan.is_fp16 else None
     for step, batch in enumerate(batches):
         begin_step(model, arena)
-        seen = Seen()
+        seen = Observations()
         gemms = GemmRecorder(model, arena, seen)
         operations = Operations(model, gemms, seen)
         factor = loss_factor(model, 1, loss_scale)
@@ -84,7 +84,7 @@ def audit(
     beside = [row for row in seen.rows() if row.endswith((SCORES, SOFTMAX, STATISTICS))]
     found += [Finding(row, "fp32", seen.at(row)) for row in beside]
     found += [Finding(row, "fp32", arithmetic.at(row)) for row in arithmetic.rows()]
-    return Audit(found, probes, _unseen(plan, seen, arithmetic, ours))
+    return Audit(found, probes, _not_covered(plan, seen, arithmetic, ours))
 
 
 def _probe_all(
@@ -104,7 +104,7 @@ def _probe_all(
     return first, of_row
 
 
-def _note_arithmetic(seen: Seen, state: dict[str, Tensor]) -> None:
+def _note_arithmetic(seen: Observations, state: dict[str, Tensor]) -> None:
     """Check the moments of a first step: m = (1 - b1) g and v = (1 - b2) g^2, so v / m^2 is one number, whatever the
     clipping of g, within FP32's precision. Squares near the end of FP32's range are skipped."""
     m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
@@ -114,7 +114,7 @@ def _note_arithmetic(seen: Seen, state: dict[str, Tensor]) -> None:
         seen.note(ARITHMETIC, "fp32" if bool(high - low <= UPDATE_ERROR * low) else "less than fp32")
 
 
-def _unseen(plan: Plan, seen: Seen, arithmetic: Seen, ours: list[str]) -> list[str]:
+def _not_covered(plan: Plan, seen: Observations, arithmetic: Observations, ours: list[str]) -> list[str]:
     """Return what the findings do not cover, one item a line."""
     lines = ["the reduction of gradients between ranks: one process runs, and grad.reduce is what its own sums are in"]
     if CUDA in ours:
@@ -146,5 +146,5 @@ def _planned(row: GemmRow) -> str:
     return "  ".join(f"{part} {value}" for part, value in zip(GEMM_PARTS, parts, strict=True))
 
 
-def _seen_at(seen: Seen, name: str) -> str:
+def _seen_at(seen: Observations, name: str) -> str:
     return "  ".join(f"{part} {seen.at(f'{name}/{part}')}" for part in GEMM_PARTS)

@@ -11,16 +11,16 @@ from precision import Plan
 T = TypeVar("T")
 
 
-def once(compute: Callable[..., T]) -> Callable[..., T]:
+def cached_per_plan(compute: Callable[..., T]) -> Callable[..., T]:
     """Decorator: compute(plan, *key, config=...) is called once for each plan and key, and its result is copied. config
     is not part of the key: it belongs to the plan's model."""
     known: WeakKeyDictionary[Plan, dict[Hashable, T]] = WeakKeyDictionary()
 
     @wraps(compute)
-    def ask(plan: Plan, *key: Hashable, **config: Any) -> T:
+    def cached(plan: Plan, *key: Hashable, **config: Any) -> T:
         found = known.setdefault(plan, {})
         if key not in found:
             found[key] = compute(plan, *key, **config)
         return copy(found[key])
 
-    return ask
+    return cached

@@ -50,7 +50,7 @@ def check_phases(config: Config) -> None:
         refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
 
 
-def course(config: Config) -> list[tuple[str, str]]:
+def schedule_lines(config: Config) -> list[tuple[str, str]]:
     """Return a label and a line for each phase and for the config's spans converted to steps. Empty if nothing changes
     along the run and its length is in steps."""
     timeline, t = Timeline(config.trainer), config.trainer
