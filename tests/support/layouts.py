@@ -28,7 +28,14 @@ from trainer.step.train_step import train_step
 STEPS = 4
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=2"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
-RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "data=text", "data.path=."]
+RUN += [
+    "model.vocab_size=512",
+    "model.hidden_size=64",
+    "model.num_layers=2",
+    "model.num_experts=4",
+    "data=text",
+    "data.path=.",
+]
 FSDP, HSDP, EP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.expert=2")
 FP32 = "precision=fp32"
 EACH, KEPT = "parallel.reduce_each_microbatch=true", "parallel.reshard_after_forward=false"

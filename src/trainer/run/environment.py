@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
-        "git": _git_state(),
+        "git": git_state(),
         "packages": packages(),
     }
 
@@ -39,8 +39,11 @@ def packages() -> dict[str, str]:
     return dict(sorted(dict(reversed(found)).items(), key=lambda item: item[0].lower()))
 
 
-def _git_state() -> dict[str, Any] | None:
-    """Return the commit of this file's repository, and whether tracked files differ from it; None if there is none."""
+@cache
+def git_state() -> dict[str, Any] | None:
+    """Return the commit of this file's repository, and whether tracked files differ from it; None if there is none.
+
+    Read once: what the process runs is what it imported."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

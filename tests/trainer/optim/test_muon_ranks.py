@@ -32,7 +32,7 @@ from trainer.parallel.shard_views import shard_view
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import train_step
 
-STEPS = 3
+STEPS = 2
 RUN = ["trainer.device=cpu", "precision=fp32", "precision.backend=reference", f"trainer.max_steps={STEPS}"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=16", "data=text"]
 RUN += ["data.path=.", "optim.warmup_steps=0", "optim=muon_wsd", "optim.muon.iteration=fp32", "optim.lr=1e-2"]

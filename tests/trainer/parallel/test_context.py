@@ -28,6 +28,7 @@ STEPS, LONG, LENGTH, BATCH, END = 2, 20, 24, 2, 7
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={LONG}", "optim.warmup_steps=1"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=2", "model.num_mtp_layers=2"]
+RUN += ["model.num_experts=4"]
 RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4"]
 RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in each step
 

@@ -35,7 +35,7 @@ LARGE = 2**15  # numbers: stacks of experts and some other weights travel by the
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=512", "model.hidden_size=128", "model.num_layers=2", "model.num_mtp_layers=0"]
-RUN += ["data=text", "data.path=."]
+RUN += ["model.num_experts=4", "data=text", "data.path=."]
 FSDP, HSDP = ["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"]
 EP = [*FSDP, "parallel.expert=2"]
 TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
