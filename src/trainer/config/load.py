@@ -42,6 +42,8 @@ def unknown_key(key: str, value: Any) -> str:
     meant = same_name[0] if len(same_name) == 1 else known_as(wrong)  # optim.max_steps
     meant = meant or nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys, ELSEWHERE)
     problem = f"{key}={shown(printable(key, value))}: there is no such key"
+    if wrong.partition(".")[0] == RECIPE:
+        return f"{problem}; the first line of a recipe's file is # @package _global_"
     if meant == RECIPE:
         return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
     if meant is not None:

@@ -174,7 +174,7 @@ def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:
     microbatches for the same windows."""
     t, e = config.trainer, config.eval
     share, rest = divmod(t.global_batch_size, degrees.data)
-    if rest or t.microbatch_size <= share:
+    if rest or t.microbatch_size <= share or share < 1:  # check_sizes refuses a batch of none
         return config
     batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
     return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))

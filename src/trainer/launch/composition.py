@@ -207,6 +207,9 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
         raise user_error(_explain_option(said.getvalue())) from None
     except OmegaConfBaseException:  # some are ValueErrors, too
         raise
+    except UnicodeDecodeError as error:
+        near = error.object[: error.start].decode(errors="replace").split("\n")[-1]
+        raise user_error(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
     except ValueError as error:
         raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
     sys.stderr.write(said.getvalue())

@@ -10,6 +10,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
     """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
+    from trainer.config import meant_by
     from trainer.config.schema import ELSEWHERE, nearest
 
     text = str(error)
@@ -18,7 +19,9 @@ def explain(error: BaseException, arguments: list[str]) -> str:
             return f"{error.override}: ~ is not expanded after =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
-        if value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
+        if not equals:
+            fix = f"write {meant_by(key) or 'KEY'}=VALUE"
+        elif value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
             fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:

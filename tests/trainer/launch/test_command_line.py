@@ -111,10 +111,13 @@ MISTAKES = {
     "optim.schedule=WSD": "must be one of wsd, cosine",
     "model.num_experts_per_token=9": "model.num_experts_per_token=9: there are 8 experts",
     "trainer.microbatch_size=5": "trainer.microbatch_size=5: it does not divide trainer.global_batch_size=",
+    "trainer.global_batch_size=0": "trainer.global_batch_size=0: out of range; set 1 or more",
+    "trainer.global_batch_size=-16 dry_run=true": "trainer.global_batch_size=-16: out of range; set 1 or more",
     "model.moe_intermediate_size=100 +recipe=fp8_jit": "cannot run in FP8",
     "++precision.rules.last_blocks=9": "precision.rules.last_blocks=9: the model has 3 blocks",
     # what Hydra cannot read
-    "fp8_delayed": "fp8_delayed: cannot be read as KEY=VALUE",
+    "fp8_delayed": "fp8_delayed: cannot be read as KEY=VALUE; write KEY=VALUE",
+    "dry_run": "dry_run: cannot be read as KEY=VALUE; write dry_run=VALUE",
     "run.name=(": "run.name=(: cannot be read as KEY=VALUE",
     "optim.lr=1e-3,1e-4": "several values; add -m",
     "run.name=${nothing}": "run.name: Interpolation key 'nothing' not found",
@@ -164,6 +167,32 @@ def test_the_trainer_gets_the_config_and_what_the_user_gave(call: Call, recorder
     assert config.precision.name == "fp8_jit" and config.optim.lr == 0.25
     assert config.debug.inject is not None and config.debug.inject.value == float("inf")
     assert overrides == ["+recipe=fp8_jit", "optim.lr=0.25", "debug.inject={step: 2, where: loss, value: inf}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b"optim: {lr: 1e-3}",
+            "recipe.optim.lr=0.001: there is no such key; the first line of a recipe's file is # @pac",
+        ),
+        (b"", "recipe={}: there is no such key; the first line of a recipe's file is # @package _global_"),
+        (
+            b"# @package _global_\n# caf\xe9 au lait",
+            "a file of configs is not UTF-8 text, after '# caf'; save it as UTF-8",
+        ),
+        (b"# @package _global_\noptim: {lr: 1e-3", 'mine.yaml", line 2'),
+        (b"# @package _global_\noptim: {lrr: 1e-3}", "optim.lrr=0.001: there is no such key; did you mean optim.lr?"),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_ones_own_is_named(
+    content: bytes, says: str, call: Call, recorder: Recorder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "mine.yaml").write_bytes(content)
+    assert call("--config-dir", str(tmp_path / "own"), "+recipe=mine") == 2 and recorder.runs == []
+    error = capfd.readouterr().err
+    assert says in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("recipes", ["cpu_demo,fp8_block", "fp8_block,cpu_demo"])
