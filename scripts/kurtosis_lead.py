@@ -10,7 +10,7 @@ events.jsonl, and prints the step of each sign, and its lead over the divergence
     gradient norm    the first line whose norm is 4 times the median of the 20 lines before
     kurtosis_power   the alert of the run, if any: growth faster than linear (docs/health.md)
     twin             FOG's criterion (arXiv 2505.20524): kurtosis leaves the trend of BF16, here --ratio times the
-                     twin's at equal steps in --looks lines in a row; by place, and by both definitions
+                     twin's at equal steps in --lines lines in a row; by place, and by both definitions
 
 An alert of a run that did not diverge is a false alarm.
 """
@@ -45,11 +45,11 @@ def run() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--twin", type=Path, required=True, metavar="RUN", help="the same run in BF16")
     parser.add_argument("--ratio", type=float, default=2.0, metavar="X", help="kurtosis over the twin's (2)")
-    parser.add_argument("--looks", type=int, default=3, metavar="N", help="lines in a row (3)")
+    parser.add_argument("--lines", type=int, default=3, metavar="N", help="lines in a row (3)")
     arguments = parser.parse_args()
-    if arguments.ratio <= 1 or arguments.looks < 1:
-        given = f"--ratio {arguments.ratio} --looks {arguments.looks}"
-        raise UserError(f"{given}: give a ratio above 1 and 1 or more looks")
+    if arguments.ratio <= 1 or arguments.lines < 1:
+        given = f"--ratio {arguments.ratio} --lines {arguments.lines}"
+        raise UserError(f"{given}: give a ratio above 1 and 1 or more lines")
     ours, theirs = series(arguments.run), series(arguments.twin)
     end = divergence(ours)
     print(f"divergence         {'none' if end is None else f'step {end}'}")
@@ -57,7 +57,7 @@ def run() -> None:
     power = next((e["step"] for e in entries(arguments.run, EVENTS) if e.get("rule") == "kurtosis_power"), None)
     signs: dict[str, int | str | None] = {"gradient norm": spike, "kurtosis_power": power}
     for kind in KINDS:
-        found = departure(ours.get(kind, {}), theirs.get(kind, {}), arguments.ratio, arguments.looks)
+        found = departure(ours.get(kind, {}), theirs.get(kind, {}), arguments.ratio, arguments.lines)
         both = ours.get(kind, {}).keys() & theirs.get(kind, {}).keys()
         signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found if both else "not logged in both"
     if not any(ours.get(kind, {}).keys() & theirs.get(kind, {}).keys() for kind in KINDS):
@@ -124,12 +124,12 @@ def norm_spike(norms: Series) -> int | None:
     return None
 
 
-def departure(ours: Series, twin: Series, ratio: float, looks: int) -> int | None:
-    """Return the step at which kurtosis is `ratio` times the twin's for the `looks`-th time in a row."""
+def departure(ours: Series, twin: Series, ratio: float, lines: int) -> int | None:
+    """Return the step at which kurtosis is `ratio` times the twin's for the `lines`-th time in a row."""
     row = 0
     for step in sorted(ours.keys() & twin.keys()):
         row = row + 1 if ours[step] > ratio * twin[step] else 0
-        if row == looks:
+        if row == lines:
             return step
     return None
 

@@ -94,7 +94,7 @@ def test_as_near_to_float64_as_torch(betas: tuple[float, float], divisor: float 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_dropped_step_changes_no_bit(bad: float) -> None:
+def test_a_skipped_step_changes_no_bit(bad: float) -> None:
     run = Run(SHAPES)
     set_gradients(run.parameters, 0)
     run.kernel.step(run.good, run.lr)
@@ -172,7 +172,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize(("clip", "moments"), [(None, Moments.fp32), (1.0, Moments.fp32), (1.0, Moments.bf16)])
 def test_the_optimizer_uses_it(clip: float | None, moments: Moments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same masters, moments and step counts as with torch's, a dropped step among them; with moments in BF16 but for
+    """Same masters, moments and step counts as with torch's, a skipped step among them; with moments in BF16 but for
     elements that round the other way."""
     config = replace(CONFIG, clip=clip, moments=moments, eps=1e-4)
     flip = 2.0**-8 if moments is Moments.bf16 else 0.0  # of a moment

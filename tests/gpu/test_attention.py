@@ -69,7 +69,7 @@ def test_cudnn_serves_low_precision(d_qk: int, d_v: int) -> None:
 
 
 @pytest.mark.parametrize(("length", "dtype", "d_qk"), [(77, torch.float32, 192), (1, torch.bfloat16, 192)])
-def test_what_cudnn_does_not_take_goes_elsewhere(length: int, dtype: torch.dtype, d_qk: int) -> None:
+def test_shapes_that_cudnn_refuses_use_another_backend(length: int, dtype: torch.dtype, d_qk: int) -> None:
     tensors = inputs(length, dtype, d_qk)
     with _Ops() as ops:
         core(*tensors)

@@ -70,7 +70,7 @@ def test_other_head_sizes(d_qk: int, d_v: int, dtype: torch.dtype) -> None:
     assert_close(core(document_mask(bounds, dtype, d_qk, d_v)), definition(bounds), tensors)
 
 
-def test_what_the_kernel_does_not_take_goes_through_a_mask() -> None:
+def test_shapes_without_a_kernel_use_a_mask() -> None:
     tensors, bounds = case(200, dtype=torch.float32)
     mask = document_mask(bounds, torch.float32, 192, 128)
     assert mask.dtype is torch.bool
@@ -82,7 +82,7 @@ def test_one_document_is_the_causal_core() -> None:
     assert_close(core(document_mask(bounds, torch.bfloat16, 192, 128)), core(None), tensors)
 
 
-def test_it_gives_the_same_bits_each_time() -> None:
+def test_document_attention_gives_the_same_bits_each_time() -> None:
     tensors, bounds = case(1000)
     attend = core(document_mask(bounds, torch.bfloat16, 192, 128))
     first, again = (torch.autograd.grad(attend(*tensors).float().square().sum(), tensors) for _ in range(2))

@@ -1,4 +1,4 @@
-"""On a GPU Muon's kernels are as exact as plain PyTorch, drop a step to the bit, and never wait for the host."""
+"""On a GPU Muon's kernels are as exact as plain PyTorch, skip a step to the bit, and never wait for the host."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_the_iteration_is_as_near_to_float64_as_plain_products(shape: tuple[int,
 
 @pytest.mark.parametrize("moments", Moments)
 def test_the_optimizer_uses_them(moments: Moments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same weights and momentum as with plain PyTorch, within BF16's roundings of an update; a dropped step keeps all
+    """Same weights and momentum as with plain PyTorch, within BF16's roundings of an update; a skipped step keeps all
     bits; no step waits for the host."""
 
     def made() -> tuple[nn.Module, Muon]:

@@ -34,7 +34,7 @@ def work(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def test_it_is_the_gpu_that_torch_means(gpu: Gpu) -> None:
+def test_the_metered_gpu_is_the_one_torch_uses(gpu: Gpu) -> None:
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     assert gpu.sliced or gpu.uuid == f"GPU-{uuid}"
     assert gpu.name in torch.cuda.get_device_name(0) or torch.cuda.get_device_name(0) in gpu.name
@@ -80,7 +80,7 @@ def test_energy_rises_with_the_load(gpu: Gpu) -> None:
     assert 20 < spent[0] < spent[1] < 1000
 
 
-def test_what_a_call_costs(gpu: Gpu) -> None:
+def test_costs_of_readings_are_printed(gpu: Gpu) -> None:
     """Of interest, not a limit: the thread makes these calls, no step waits for them."""
     work(0.5)
     sensors = (gpu.joules, gpu.watts, gpu.celsius, gpu.memory_celsius)

@@ -154,7 +154,7 @@ def test_microbatches_raise_the_amaxes_and_add_up_in_fp32(recipe: Recipe, name: 
 
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("groups", [0, 4])
-def test_a_dropped_step_leaves_no_trace(recipe: Recipe, name: str, groups: int):
+def test_a_skipped_step_leaves_no_trace(recipe: Recipe, name: str, groups: int):
     sizes = (16, 3, 0, 45) if groups else None
     spoilt, its_arena = make(recipe, name, "transformer_engine", groups=groups)
     spared, other_arena = make(recipe, name, "transformer_engine", groups=groups)

@@ -124,7 +124,7 @@ def test_wrong_drafts_change_nothing(build: Build) -> None:
     assert tally.accepted < 5 and tally.passes + tally.accepted in (20, 21)
 
 
-def test_it_ends_at_the_end(learned: DeepSeek) -> None:
+def test_generation_ends_at_the_end_of_text(learned: DeepSeek) -> None:
     text = list(generate(learned, [5], 30))
     end = text[7]
     for speculative in (False, True):

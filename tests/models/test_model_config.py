@@ -78,7 +78,7 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({"rope_scaling": YarnConfig(mscale=float("nan"))}, "rope_scaling.mscale=nan: out of range; set 0 or more"),
     ],
 )
-def test_what_cannot_be_built_is_refused(overrides: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_built_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"model.{message}")) as error:
         ModelConfig(**overrides).validate()
     assert "\n" not in str(error.value)

@@ -37,7 +37,7 @@ def test_a_nan_logit_makes_a_nan_loss() -> None:
     assert cross_entropy(logits, torch.zeros(1, 3, dtype=torch.int64)).isnan()
 
 
-def test_what_is_ignored_leaves_nothing_behind_even_a_nan() -> None:
+def test_an_ignored_target_leaves_no_gradient_even_with_a_nan() -> None:
     logits = torch.full((2, 8), float("nan"))
     logits[0] = 0.0
     target = torch.tensor([3, IGNORED])
@@ -47,7 +47,7 @@ def test_what_is_ignored_leaves_nothing_behind_even_a_nan() -> None:
     assert (logits[1] == 0).all()
 
 
-def test_all_ignored_is_no_loss() -> None:
+def test_targets_that_are_all_ignored_give_no_loss() -> None:
     logits = torch.randn(1, 3, 8, requires_grad=True)
     value = cross_entropy(logits, torch.full((1, 3), IGNORED))
     value.backward()

@@ -133,7 +133,7 @@ def test_rows_of_ds_sum_to_nothing_where_attention_is_peaked(recipe: Recipe, mon
 
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_reaches_an_amax(which: int, bad: float, recipe: Recipe) -> None:
+def test_nonfinite_numbers_reach_an_amax(which: int, bad: float, recipe: Recipe) -> None:
     core, arena, _ = core_of(recipe("fp8_delayed"))
     q, k, v, dout = (t.detach().clone() for t in data("gauss", 9))
     (q, k, v, dout)[which][0, 0, 3, 5] = bad

@@ -90,7 +90,7 @@ def check(got: Tensor, factors: tuple[Tensor, Tensor], name: str, what: str) -> 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 16, 16), (37, 144, 272), (130, 128, 48)])
-def test_three_gemms(recipe: Recipe, name: str, rows: int, inner: int, outer: int) -> None:
+def test_a_linear_is_three_gemms_in_fp8(recipe: Recipe, name: str, rows: int, inner: int, outer: int) -> None:
     base, overrides = RECIPES[name]
     config = recipe(base, **overrides)
     torch.manual_seed(rows)

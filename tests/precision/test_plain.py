@@ -70,7 +70,7 @@ def test_it_computes_as_the_bf16_model_does_and_then_as_before(
     assert not all(torch.equal(*both) for both in zip(before, inside, strict=True)), "FP8 shows; a loss may be equal"
 
 
-def test_it_is_itself_again_after_a_failure(recipe: Recipe, small_model: ModelConfig) -> None:
+def test_the_model_is_restored_after_a_failure_in_bf16(recipe: Recipe, small_model: ModelConfig) -> None:
     model = build(small_model, recipe("fp8_delayed", backend="reference"))
     recipes = [layer.recipe for layer in gemm_layers(model)]
     with pytest.raises(RuntimeError, match="no"), in_bf16(model):

@@ -144,14 +144,16 @@ def test_kernels_found_wrong_since_the_run_began_are_not_used_again(
     assert again.choose(GROUPED, Precision.fp8).backend == "reference" and len(again.notes) >= 1
 
 
-def test_what_is_no_gemm_takes_its_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_that_are_no_gemms_take_their_plain_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find(monkeypatch, {proof.ATTENTION: "result of attention: relative error 1"})
     proof.prove(H200, tmp_path)
     assert cuda_problem(H200) is None
     assert not _kernel_takes(torch.device("cuda"), torch.bfloat16, 192, 128)
 
 
-def test_what_was_not_proved_is_tested_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_were_not_proved_are_tested_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find(monkeypatch, {proof.LOSS: "loss: 3 of 5 numbers differ"}, "the self-test stopped early")
     assert proof.LOSS in proof.prove(H200, tmp_path).wrong
     find(monkeypatch, {})

@@ -51,7 +51,7 @@ def test_a_recorded_measurement_is_read_back(tmp_path: Path) -> None:
     assert len(load_rates("NVIDIA Y", tmp_path)) == 0
 
 
-def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
+def test_entries_that_are_no_measurements_are_refused(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{"kind": "conv"}, {"scaling": "row"}, {"rows": 0}, {"accumulation": "bf16"}]
     for change in [*changes, {"ms": {"cuda": 0.0}}, {"ms": {"tea": 1.0}}]:
         arguments: dict[str, Any] = {

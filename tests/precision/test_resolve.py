@@ -124,7 +124,7 @@ def test_auto_takes_the_faster(cuda: float, te: float, faster: str) -> None:
 
 
 @pytest.mark.skipif(availability.te_missing() is None, reason="Transformer Engine is installed")
-def test_what_is_not_installed_is_not_chosen() -> None:
+def test_a_backend_that_is_not_installed_is_not_chosen() -> None:
     resolver = Resolver(settings(), H200, rates=rates(bf16=1.5, cuda=2.0, transformer_engine=1.0))
     assert resolver.choose(GEMM, Precision.fp8).backend == "cuda"
 

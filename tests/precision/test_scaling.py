@@ -76,7 +76,7 @@ def test_delayed_scale_follows_the_last_good_steps(seen: list[float]) -> None:
         assert torch.isfinite(a.history).all()
 
 
-def test_a_dropped_step_changes_no_bit() -> None:
+def test_a_skipped_step_changes_no_bit() -> None:
     a, slot = arena()
     step(a, slot, 3.0)
     before = a.history.clone(), a.scale.clone()

@@ -41,7 +41,7 @@ def dashboard(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_one_run_and_two(runs: Path) -> None:
+def test_a_page_of_one_run_and_of_two(runs: Path) -> None:
     done = dashboard(runs, "a")
     assert (done.returncode, done.stdout) == (0, "a/dashboard.html\n"), done.stderr
     assert "<title>a - Octet</title>" in (runs / "a" / "dashboard.html").read_text()
@@ -50,7 +50,7 @@ def test_one_run_and_two(runs: Path) -> None:
     assert "gap/training" in (runs / "both.html").read_text()
 
 
-def test_what_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("dashboard_script", ROOT / "scripts" / "dashboard.py")

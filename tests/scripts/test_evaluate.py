@@ -73,7 +73,7 @@ def test_the_model_is_the_checkpoints_even_if_config_yaml_differs(runs: Path, tm
     assert scores(run, 3, 2).own == logged(run, 3)
 
 
-def test_what_is_printed(runs: Path, run_python: Run) -> None:
+def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) -> None:
     run = runs / "fp8_delayed"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = run_python(EVALUATE, run, "--step", "3", "--batches", "2")

@@ -38,7 +38,7 @@ def test_steps_of_warning(tmp_path: Path, run_python: Run, dead: float | None) -
         "gradient norm      step 3500: 500 steps before",
         "kurtosis_power     step 2600: 1400 steps before",
     ]
-    assert "twin qkv           step 2100: 1900 steps before" in said, "three looks in a row"
+    assert "twin qkv           step 2100: 1900 steps before" in said, "three lines in a row"
     assert "twin qkv_sequence  step 2100: 1900 steps before" in said and "twin ffn           not logged in both" in said
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_lived_had_a_false_alarm(tmp_path: Path, run_python: Run) -> 
     assert "divergence         none" in said and "twin qkv           step 150: a false alarm" in said
 
 
-def test_what_it_refuses(tmp_path: Path, run_python: Run) -> None:
+def test_mistakes_are_refused(tmp_path: Path, run_python: Run) -> None:
     twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
     assert f"{tmp_path / 'none' / 'metrics.jsonl'}: no such file" in lead(run_python, tmp_path / "none", "--twin", twin)
     assert "give a ratio above 1" in lead(run_python, twin, "--twin", twin, "--ratio", "1")

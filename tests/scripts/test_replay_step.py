@@ -1,4 +1,4 @@
-"""A replayed step of a run: dropped or good, before or after a rewind; the run's folder is only read."""
+"""A replayed step of a run: skipped or good, before or after a rewind; the run's folder is only read."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
-    """Six steps in FP8, the fourth dropped; checkpoints after 3 and 6."""
+    """Six steps in FP8, the fourth skipped; checkpoints after 3 and 6."""
     folder = tmp_path_factory.mktemp("run")
     small_runs.write(folder)
     keys = ["precision=fp8_delayed", "trainer.max_steps=6", "checkpoint.every=3"]
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def gone_back(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
-    """Steps 5 and 6 were dropped, and the run went back to step 4; it ends with step 8."""
+    """Steps 5 and 6 were skipped, and the run rewound to step 4; it ends with step 8."""
     bad_data = "debug.inject={step: 1, steps: 99, where: loss, value: nan, windows: [16, 24]}"
     keys = ["precision=fp32", "trainer.max_steps=8", "checkpoint.every=2", "recovery.max_consecutive_skips=1"]
     folder = tmp_path_factory.mktemp("gone_back")
@@ -53,7 +53,7 @@ def logged(run: Path, step: int) -> dict[str, Any]:
     return next(line for line in lines if line["step"] == step and "loss/total" in line)
 
 
-def test_a_dropped_step(run: Path) -> None:
+def test_a_skipped_step_is_replayed(run: Path) -> None:
     before = contents(run)
     target = find(run, 4, 10)
     assert (target.checkpoint and target.checkpoint.name, target.first) == ("step_00000003", 3)
@@ -71,7 +71,7 @@ def test_a_dropped_step(run: Path) -> None:
     assert healthy.ours.loss == done.ours.loss
 
 
-def test_a_good_step_after_a_dropped_one(run: Path) -> None:
+def test_a_committed_step_after_a_skipped_one_is_replayed(run: Path) -> None:
     done = again(find(run, 5, 10), against="fp32")
     line = logged(run, 5)
     assert (done.ours.loss, done.ours.grad_norm) == (line["loss/total"], line["optim/grad_norm"]), "the same bits"
@@ -97,10 +97,10 @@ def test_from_the_start_and_with_other_keys(run: Path) -> None:
 
 
 def test_a_step_stands_for_other_data_after_a_rewind(gone_back: Path) -> None:
-    """Step 6 was dropped, and later trained with what comes after the data that is left out."""
+    """Step 6 was skipped, and later trained with what comes after the data that is left out."""
     first = find(gone_back, 6, 10)
     assert first.rewinds == [] and first.checkpoint is not None and first.checkpoint.name == "step_00000004"
-    assert first.logged is None, "that line was dropped with the course"
+    assert first.logged is None, "that line was removed by the rewind"
     done = again(first)
     assert done.ours.place == "loss (forward)" and done.windows.tolist() == [20, 21]
     second = find(gone_back, 7, 10)
@@ -110,7 +110,7 @@ def test_a_step_stands_for_other_data_after_a_rewind(gone_back: Path) -> None:
     assert done.windows.tolist() == [32, 33], "24 to 31 were read by steps 5 and 6"
 
 
-def test_what_is_printed(run: Path, run_python: Run) -> None:
+def test_replay_prints_where_the_step_went_bad(run: Path, run_python: Run) -> None:
     done = run_python(str(ROOT / "scripts" / "replay_step.py"), str(run), "4", "--only", "layers.1.*")
     assert done.returncode == 0, done.stderr
     assert "step 4: from step_00000003, 0 steps trained again" in done.stdout
@@ -147,7 +147,7 @@ def test_mistakes_are_one_line(run: Path, run_python: Run, words: list[str], say
     assert says.replace("RUN", str(run)) in done.stderr
 
 
-def test_the_config_of_that_time(run: Path, tmp_path: Path) -> None:
+def test_a_replay_uses_the_config_of_that_step(run: Path, tmp_path: Path) -> None:
     """A run that continued with another config keeps the one before."""
     tree = yaml.safe_load((run / "config.yaml").read_text())
     for name, lr in (("config.before_step_00000003.yaml", 1.0), ("config.before_step_00000005.yaml", 2.0)):
@@ -158,7 +158,7 @@ def test_the_config_of_that_time(run: Path, tmp_path: Path) -> None:
     assert rates == [1.0, 2.0, 2.0, tree["optim"]["lr"]]
 
 
-def test_the_backends_of_that_time(run: Path, tmp_path: Path) -> None:
+def test_a_replay_uses_the_backends_of_that_step(run: Path, tmp_path: Path) -> None:
     """Those of a later config are not read."""
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "backends.json").rename(tmp_path / "run" / "backends.before_step_00000005.json")

@@ -36,7 +36,7 @@ def test_a_run_is_used_from_anywhere(small_runs: Any, run_python: Run, tmp_path:
     given = Path("..") / "here" / "runs" / "mine"
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss/validation"]
     told = say(there, ROOT / "scripts" / "evaluate.py", given)
-    assert f"the run logged loss/validation {logged:.4f} at this step" in told and "another one" not in told
+    assert f"the run logged loss/validation {logged:.4f} at this step" in told and "not the run's" not in told
     assert say(there, ROOT / "scripts" / "sample.py", given, "--tokens", "2", "--prompt", "def")
     assert "step 2: from step_00000001" in say(there, ROOT / "scripts" / "replay_step.py", given, "2")
     assert not any(there.iterdir()), "the cache is where it was"

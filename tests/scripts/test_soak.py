@@ -31,7 +31,7 @@ def test_some_faults_lose_nothing(run_python: Callable[..., Any], first: int, co
     assert f"| all | {row} |" in done.stdout, done.stdout
 
 
-def test_one_bit_is_seen(soak_bits: ModuleType) -> None:
+def test_the_comparison_finds_one_changed_bit(soak_bits: ModuleType) -> None:
     ours = {"a": [torch.zeros(3)], "b": 1.0}
     assert soak_bits.differs(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
     assert soak_bits.differs(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"

@@ -51,7 +51,7 @@ def test_messages_beside_arithmetic_and_alone(summarise: Run, tmp_path: Path) ->
     assert rows.index(["15.00", "1", "7", "gemm"]) < rows.index(["12.00", "0.5", "9", "ncclDevKernel_AllGather"])
 
 
-def test_a_run_on_a_cpu(summarise: Run, small_runs: Any, tmp_path: Path) -> None:
+def test_a_trace_of_a_cpu_run_is_summarised(summarise: Run, small_runs: Any, tmp_path: Path) -> None:
     small_runs.write(tmp_path)
     run = small_runs.train(tmp_path, "run", "trainer.max_steps=3", "profile.steps=[2,3]", "profile.memory=false")
     done = summarise(run, "--rows", "5")
@@ -62,7 +62,7 @@ def test_a_run_on_a_cpu(summarise: Run, small_runs: Any, tmp_path: Path) -> None
     assert "aten::mm" in summarise(run, "--rows", "1000").stdout
 
 
-def test_of_many_ranks_the_first(summarise: Run, tmp_path: Path) -> None:
+def test_of_many_ranks_the_first_trace_is_read(summarise: Run, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     for age, name in enumerate(("step2-3_rank1", "step5-6_rank10", "step5-6_rank0", "step2-3_rank0")):

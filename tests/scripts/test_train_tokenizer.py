@@ -25,7 +25,7 @@ def train(run_python: Run, tmp_path: Path) -> Run:
     return lambda *words: run_python(script, "data=files", "data.path=texts", "data.glob=*.txt", *words, cwd=tmp_path)
 
 
-def test_it_trains_what_preparing_takes(train: Run, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_one_that_prepare_takes(train: Run, tmp_path: Path) -> None:
     done = train("--out", "tokenizer.json", "--vocab-size", "290")
     assert done.returncode == 0, done.stderr
     assert "tokenizer.json: 290 entries; use it with data.tokenizer=tokenizer.json model.vocab_size=290" in done.stdout

@@ -68,7 +68,7 @@ def test_secrets_in_a_section_are_not_shown(section: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["data.tokenizer", "model.num_experts_per_token", "tokens", "data.tokenizer_sample_mb"])
-def test_what_is_no_secret_is_printed(key: str) -> None:
+def test_settings_that_are_no_secrets_are_printed(key: str) -> None:
     assert printable(key, "plain") == "plain"
 
 

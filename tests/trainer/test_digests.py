@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_written_is_read(file: Path) -> None:
+def test_signed_files_are_read_back(file: Path) -> None:
     assert read_signed(file, ("rewinds",), FIX) == {"rewinds": [{"lr_factor": 0.5, "windows": [[3, 7]]}]}
 
 

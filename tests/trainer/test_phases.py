@@ -75,7 +75,7 @@ def died(config: Config, step: int) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8_delayed"])
 def test_a_run_that_dies_at_each_boundary_gives_the_bits_of_one_that_did_not(config: Configs, precision: str) -> None:
-    """With a step that is dropped, the first of a larger batch: nothing moves."""
+    """With a step that is skipped, the first of a larger batch: nothing moves."""
     keys = (*RUN, f"precision={precision}", "run.resume=auto", "debug.inject={step: 5, where: gradient, value: nan}")
     whole = Trainer(config(*keys, "run.name=whole"))
     assert seen(whole) == [(size, length + 1) for size, length in zip(SIZES, LENGTHS, strict=True)]

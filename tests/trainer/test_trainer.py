@@ -1,4 +1,4 @@
-"""Whole runs: they learn, log, drop bad steps bit for bit, resume bit for bit, and change precision on the way."""
+"""Whole runs: they learn, log, skip bad steps bit for bit, resume bit for bit, and change precision on the way."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def bitwise(run: Path) -> list[dict]:
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """All that a dropped step must leave alone."""
+    """All that a skipped step must leave alone."""
     p = trainer.run.engine
     tensors = {f"model.{k}": v for k, v in p.model.state_dict().items()}
     tensors |= {f"optimizer.{n}.{k}": v for n, s in p.optimizer.state_dict().items() for k, v in s.items()}
@@ -302,7 +302,7 @@ def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, mo
     assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line][-1] == 2
 
 
-def test_the_end_looks_at_as_much_text_as_it_may(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_evaluation_reads_up_to_its_limit(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config("trainer.max_steps=1", "eval.at_end=5"))
     said: list[str] = []
     monkeypatch.setattr(trainer.run.sinks, "activity", said.append)

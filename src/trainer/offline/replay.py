@@ -164,7 +164,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     for each in (engine, twin):
         each.enter(shape, timeline.weights(target.step), None)
 
-    def look(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
+    def probe_all(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
         part = tokens.split(size)[index]
         passes = []
         for e in (engine, twin):
@@ -175,7 +175,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
 
     scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
     index = _likely(target, loader.served, size) if microbatch is None else microbatch
-    seen = look(index)
+    seen = probe_all(index)
     loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]
     results = [_train(e, target.step, loader, tokens, size) for e in (engine, twin)]
     evidence = engine.snapshot.take()
@@ -184,7 +184,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
         for e, state in zip((engine, twin), loss_scales, strict=True):
             if e.loss_scale is not None and state is not None:
                 e.loss_scale.load_state_dict(state)
-        seen = look(index)
+        seen = probe_all(index)
     ours = _pass(config.precision.name, engine, results[0], seen[0])
     theirs = _pass(other.precision.name, twin, results[1], seen[1])
     windows = loader.served[index * size : (index + 1) * size]

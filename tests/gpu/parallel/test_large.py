@@ -92,7 +92,7 @@ def found(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", CASES)
-def test_without_copies_it_is_the_same_run(found: dict[str, Any], name: str) -> None:
+def test_large_weights_without_copies_train_the_same(found: dict[str, Any], name: str) -> None:
     ours, theirs, again = (torch.tensor(found["curves"][name][way], dtype=torch.float64) for way in WAYS)
     assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
     noise = float((again - theirs).norm())

@@ -71,21 +71,21 @@ def compare(engine: Engines, microbatch: int, *overrides: str) -> None:
 
 @pytest.mark.parametrize("microbatch", [8, 4, 2])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
-def test_the_same_run(engine: Engines, recipe: str, microbatch: int) -> None:
+def test_cuda_graphs_are_the_same_run(engine: Engines, recipe: str, microbatch: int) -> None:
     compare(engine, microbatch, f"+recipe={recipe}")
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_the_same_run_recomputed(engine: Engines, recompute: str) -> None:
+def test_cuda_graphs_are_the_same_run_recomputed(engine: Engines, recompute: str) -> None:
     compare(engine, 4, "+recipe=fp8_delayed", f"recompute={recompute}")
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_the_same_run_compiled(engine: Engines, recompute: str) -> None:
+def test_cuda_graphs_are_the_same_run_compiled(engine: Engines, recompute: str) -> None:
     compare(engine, 4, "+recipe=fp8_delayed", "compile.enabled=auto", f"recompute={recompute}")
 
 
-def test_a_dropped_step_leaves_nothing_in_the_static_gradients(engine: Engines) -> None:
+def test_a_skipped_step_leaves_nothing_in_the_static_gradients(engine: Engines) -> None:
     e = engine("+recipe=fp8_delayed", *FAST, "cuda_graph=true")
     first, second, third = batches(e, 3)
     assert bool(train_step(e, 1, first, 4).verdict.ok)
@@ -97,7 +97,7 @@ def test_a_dropped_step_leaves_nothing_in_the_static_gradients(engine: Engines) 
     assert not bool(train_step(e, 2, second, 4).verdict.ok)
     with torch.no_grad():
         weight[0, 0] = healthy
-    assert torch.equal(masters(e), before), "a dropped step changes no bit"
+    assert torch.equal(masters(e), before), "a skipped step changes no bit"
     assert bool(train_step(e, 3, third, 4).verdict.ok)
     assert not torch.equal(masters(e), before)
 
@@ -140,7 +140,7 @@ def test_auto(engine: Engines, keys: list[str], graphed: bool) -> None:
     assert isinstance(e.microbatch, GraphedMicrobatch if graphed else EagerMicrobatch)
 
 
-def test_what_cannot_be_recorded_runs_the_plain_way(engine: Engines) -> None:
+def test_a_step_that_cannot_be_recorded_runs_without_a_graph(engine: Engines) -> None:
     """With auto, after a warning: here experts that are multiplied group by group, which waits for their offsets."""
     plain, graphed = (engine("precision=fp32", *FAST) for _ in range(2))
     graphed.microbatch = GraphedMicrobatch(graphed.model, must=False)

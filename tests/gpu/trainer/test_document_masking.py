@@ -55,7 +55,7 @@ def losses(e: Engine) -> Tensor:
         ["compile.enabled=true", "cuda_graph=true"],
     ],
 )
-def test_the_same_run(engine: Engines, recipe: str, how: list[str]) -> None:
+def test_document_masking_is_the_same_run_however_executed(engine: Engines, recipe: str, how: list[str]) -> None:
     torch._dynamo.reset()
     recipe = f"+recipe={recipe}"
     plain, again = (losses(engine(*KEYS, recipe, "compile.enabled=false")) for _ in range(2))
@@ -63,7 +63,7 @@ def test_the_same_run(engine: Engines, recipe: str, how: list[str]) -> None:
     assert (ours - plain).norm() <= max(4 * (again - plain).norm(), 2e-3 * plain.norm())
 
 
-def test_a_run_with_evaluation_looks_and_a_shadow(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_run_with_evaluation_sampled_steps_and_a_shadow(config: Callable[..., Config], tmp_path: Path) -> None:
     """What is outside the step, eager and off the record, stays within documents, too."""
     keys = [*KEYS, "+recipe=fp8_delayed", "trainer.document_masking=true", "trainer.max_steps=6", "eval.every=3"]
     keys += ["health.every=2", "health.shadow_every=3", "logging.every=1", "logging.console.enabled=false"]

@@ -153,7 +153,9 @@ def state(e: Engine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "graph"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
-def test_nothing_is_left_behind(engine: Engines, config: Callable[..., Config], recipe: str, way: str) -> None:
+def test_a_sampled_step_leaves_the_state_unchanged(
+    engine: Engines, config: Callable[..., Config], recipe: str, way: str
+) -> None:
     e = warm(engine, recipe, way)
     has_fp8 = recipe != "bf16"
     health = Health(replace(config().health, every=None, shadow_every=int(has_fp8)), e, lambda entry: None, BATCH, 4)

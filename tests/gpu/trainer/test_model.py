@@ -39,7 +39,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_as_right_as_reference(engine: EngineOf, recipe: str) -> None:
+def test_cuda_is_as_accurate_as_reference(engine: EngineOf, recipe: str) -> None:
     _, exact, _ = losses_gradients_amaxes(engine, "bf16", "reference", "precision=fp32")
     loss, grads, amaxes = losses_gradients_amaxes(engine, recipe, "cuda")
     their_loss, their_grads, their_amaxes = losses_gradients_amaxes(engine, recipe, "reference")

@@ -58,7 +58,7 @@ def test_a_rewind_ends_where_a_run_without_the_data_does(
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
 
 
-def test_watching_for_spikes_waits_for_nothing_and_drops_one(engine: Callable[..., Engine]) -> None:
+def test_watching_for_spikes_does_not_synchronise_and_skips_one(engine: Callable[..., Engine]) -> None:
     e = engine(
         *RUN, "+recipe=fp8_delayed", "compile.enabled=false", "recovery.spikes.enabled=true",
         "recovery.spikes.window=8", "recovery.spikes.min_steps=4", "debug.inject={step: 7, where: loss, value: 1e4}",

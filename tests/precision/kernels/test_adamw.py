@@ -92,7 +92,7 @@ def test_gradients_are_divided_and_not_written(divisor: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_dropped_step_changes_no_bit(bad: float) -> None:
+def test_a_skipped_step_changes_no_bit(bad: float) -> None:
     run = Run()
     twin = run.twin()
     run.set_gradients(twin)
@@ -106,7 +106,7 @@ def test_a_dropped_step_changes_no_bit(bad: float) -> None:
     run.set_gradients(twin)
     run.step()
     twin.step()
-    run.check(twin)  # the dropped step did not count
+    run.check(twin)  # the skipped step did not count
 
 
 def test_moments_in_bf16_are_rounded_to_the_nearest_after_the_update() -> None:

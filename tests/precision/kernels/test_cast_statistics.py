@@ -58,7 +58,7 @@ def check(x: Tensor, inv: Tensor, fmt: Format) -> None:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "master"])
 @pytest.mark.parametrize("kind", ["one", "rows", "blocks", "tiles"])
-def test_a_matrix(fmt: Format, dtype: torch.dtype, kind: str) -> None:
+def test_cast_statistics_of_a_matrix(fmt: Format, dtype: torch.dtype, kind: str) -> None:
     for shape in ((150, 336), (1, 130), (129, 7)):
         check(numbers(*shape, dtype=dtype), scales(kind, shape), fmt)
 
@@ -112,7 +112,7 @@ def test_casts_add_up_and_nothing_is_nothing() -> None:
     )
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_nonfinite_elements_show_in_the_statistics() -> None:
     x = numbers(64, 128, dtype=torch.bfloat16)
     data = x.float().clamp(-448, 448).to(E4M3.dtype)
     x[5, 5] = torch.nan

@@ -87,7 +87,7 @@ def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int, dtype: torch
 @pytest.mark.parametrize("mode", [TENSOR, BLOCK])
 @pytest.mark.parametrize("stack", [(), (3,)])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_weights_in_parts(mode: int, stack: tuple[int, ...], delayed: bool) -> None:
+def test_parts_of_a_weight_are_cast_as_the_whole(mode: int, stack: tuple[int, ...], delayed: bool) -> None:
     N, K, rows = 272, 144, 128 if mode == BLOCK else 107  # a part may have any number of rows
     w = values(N * (stack or (1,))[0], K, torch.float32).view(*stack, N, K)
     amax, row = torch.zeros(stack, device=DEVICE), torch.full(stack, 0.37 * delayed, device=DEVICE)

@@ -60,7 +60,7 @@ def test_rows_of_a_wider_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_logits_show_in_the_loss(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", SMALL_BLOCK)
     logits, target = rows(3, 100, torch.float32)
     logits[0, 77] = bad

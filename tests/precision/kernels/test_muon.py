@@ -32,7 +32,7 @@ VIEWS = {"heads": (heads, (210, 90)), "matrices": (matrices, (160, 65))}
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_advance(view: str, transposed: bool, moment: torch.dtype, nesterov: bool) -> None:
-    """A dropped step keeps the momentum, whatever the gradient; what lies between the matrices stays in any case."""
+    """A skipped step keeps the momentum, whatever the gradient; what lies between the matrices stays in any case."""
     part, shape = VIEWS[view]
     g, whole = draw(0, *shape), draw(1, *shape).to(moment)
     gradient, momentum = part(g), part(whole)

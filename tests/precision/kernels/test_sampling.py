@@ -123,7 +123,7 @@ KINDS = KINDS if ON_GPU else [kind for kind in KINDS if kind not in (("block", T
 
 
 @pytest.mark.parametrize(("name", "dense"), KINDS)
-def test_what_is_shown_is_what_was_cast(
+def test_observers_are_shown_the_cast_numbers(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str, dense: bool
 ) -> None:
     base, overrides = RECIPES[name]

@@ -41,8 +41,8 @@ def test_of_equal_scores_each_expert_is_taken_at_most_once(groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_what_is_not_a_number_counts_as_the_largest(groups: int) -> None:
-    """The step will be dropped; until then nothing may reach beyond the experts."""
+def test_a_nan_counts_as_the_largest(groups: int) -> None:
+    """The step will be skipped; until then nothing may reach beyond the experts."""
     score, bias = scores(20, 12)
     score[:, 7] = torch.nan
     score[3] = torch.nan

@@ -87,7 +87,7 @@ def test_parameters_that_moved_are_found_and_steps_continue() -> None:
     torch.testing.assert_close(run.kernel.norms(run.lr)[0], changed, rtol=1e-4, atol=1e-12)
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_nonfinite_updates_show_in_the_norms() -> None:
     run = Run()
     run.step()
     run.parameters[3].view(-1)[7] = math.nan

@@ -47,7 +47,7 @@ def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("count", [1, 8, 16, 40])
-def test_each_check_is_one_processs(count: int) -> None:
+def test_each_check_runs_in_one_process(count: int) -> None:
     shares = [check for share in range(count) for check in share_of(CHECKS, share, count)]
     assert sorted(map(CHECKS.index, shares)) == list(range(len(CHECKS)))
 

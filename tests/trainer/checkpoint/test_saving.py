@@ -156,7 +156,7 @@ def test_files_open_with_plain_safetensors(checkpointer: Checkpointer, assert_sa
     assert_same(tensors["model/w"], torch.arange(6.0).view(2, 3))
 
 
-def test_what_changes_after_save_returned_is_not_in_the_checkpoint(folder: Path, events: Any, assert_same: Any) -> None:
+def test_changes_after_save_returned_are_not_in_the_checkpoint(folder: Path, events: Any, assert_same: Any) -> None:
     checkpointer = Checkpointer(folder, 0, events)
     weight, log = torch.zeros(1 << 18), {"values": [0]}
     for step in range(1, 6):

@@ -61,7 +61,7 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({}, 256, r"model\.vocab_size=256: .*set at least 257"),
     ],
 )
-def test_what_cannot_work_is_named(changes: dict, vocab_size: int, message: str) -> None:
+def test_settings_that_cannot_work_are_named(changes: dict, vocab_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         check_data(DataConfig(**changes), vocab_size)
     assert "\n" not in str(error.value)

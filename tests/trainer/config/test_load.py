@@ -174,7 +174,9 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("run.name", "${nothing}", "run.name: Interpolation key 'nothing' not found"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_key_value_and_fix(plain: dict[str, Any], key: str, value: Any, says: str):
+def test_settings_that_do_not_fit_are_refused_with_key_value_and_fix(
+    plain: dict[str, Any], key: str, value: Any, says: str
+):
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         load(changed(plain, key, value))
     assert "\n" not in str(refusal.value)

@@ -15,7 +15,7 @@ BINS, FILES = {"source": Source.bins, "path": "."}, {"source": Source.files, "pa
 
 
 @pytest.mark.parametrize("name", ["stdlib", "text", "files", "hf", "bins"])
-def test_what_is_shipped_is_quiet(name: str) -> None:
+def test_shipped_configs_have_no_keys_without_effect(name: str) -> None:
     data = config_of([f"data={name}"]).data
     data.path = None if name == "stdlib" else __file__ if name == "files" else "."
     assert without_effect(data) == []
@@ -59,7 +59,7 @@ def test_what_is_shipped_is_quiet(name: str) -> None:
         ),
     ],
 )
-def test_what_changes_nothing_is_named(settings: dict[str, Any], says: list[str]) -> None:
+def test_keys_without_effect_are_named(settings: dict[str, Any], says: list[str]) -> None:
     lines = without_effect(DataConfig(**settings))
     assert len(lines) == len(says), lines
     for line, begin in zip(lines, says, strict=True):

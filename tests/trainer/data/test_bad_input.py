@@ -159,7 +159,7 @@ def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.txt.gz"])
-def test_what_is_too_long_for_memory_is_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_too_long_for_memory_are_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of gigabytes would be in memory as a whole, and was put together again with each block."""
     for module in ("records", "sources"):
         monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000, raising=False)

@@ -70,7 +70,7 @@ def test_the_discount_comes_from_training_data_and_is_near_the_best(prepared: Pr
     assert min(losses) <= loss < (min(losses) + max(losses)) / 2
 
 
-def test_it_beats_unigram_and_uniform(prepared: Prepared) -> None:
+def test_the_bigram_model_beats_unigram_and_uniform(prepared: Prepared) -> None:
     frequency = np.bincount(prepared.train.tokens, minlength=512) + 1.0
     unigram = -np.log(frequency / frequency.sum())[prepared.validation.tokens[1:]].mean()
     assert bigram_loss(prepared.train, prepared.validation) < unigram - 0.5 < log(512) - 0.5
@@ -83,7 +83,7 @@ def test_very_little_text_has_a_loss_too(prepared: Prepared, length: int) -> Non
     assert 0 < bigram_loss(bins, prepared.validation) < 2 * log(512)
 
 
-def test_it_is_computed_when_the_data_is_prepared_or_added_later(prepared: Prepared, tmp_path: Path) -> None:
+def test_the_bigram_loss_is_computed_with_the_data_or_later(prepared: Prepared, tmp_path: Path) -> None:
     assert prepared.bigram_loss == bigram_loss(prepared.train, prepared.validation)
     older = shutil.copytree(prepared.folder, tmp_path / "older")
     content = json.loads((older / SUMMARY).read_text())

@@ -129,7 +129,7 @@ def test_a_file_cut_off_under_a_run_is_named_and_one_deleted_stays_readable(tmp_
         _ = bins.tokens
 
 
-def test_a_token_that_is_none_of_the_vocabulary_is_refused_before_it_reaches_a_gpu(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_refused_before_it_reaches_a_gpu(tmp_path: Path) -> None:
     bins = write(tmp_path / "x.bin", [[list(range(1, 101))]])
     with (tmp_path / "x.bin").open("r+b") as file:  # in place, under the run
         file.seek(20)

@@ -39,7 +39,7 @@ def texts(blocks: Iterator[module.RowsRead], log: SkipLog) -> list[str]:
     ends=st.sampled_from(["\n", "\r\n"]),
     block=st.sampled_from([1, 3, 1 << 20]),
 )
-def test_what_is_written_is_read_however_the_file_is_cut(
+def test_text_is_read_as_written_however_the_file_is_cut(
     rows: list[str], delimiter: str, ends: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", block)

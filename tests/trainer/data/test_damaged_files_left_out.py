@@ -20,7 +20,7 @@ RANGES = [[9, 14], [2, 3], [14, 15], [40, 90], [330, 360]]  # one batch, less, m
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_left_out_is_passed_over(bins: Bins, world_size: int) -> None:
+def test_left_out_windows_are_never_read(bins: Bins, world_size: int) -> None:
     plain, loader = Loader(bins, 9, 1, seed=3), Loader(bins, 9, 4, seed=3)
     assert loader.num_windows < 340
     loader.leave_out(RANGES[:2])
@@ -39,7 +39,7 @@ def test_what_is_left_out_is_passed_over(bins: Bins, world_size: int) -> None:
             assert (tokens == windows[int(number)]).all()
 
 
-def test_it_survives(bins: Bins) -> None:
+def test_left_out_windows_survive_a_resume(bins: Bins) -> None:
     loader, other = Loader(bins, 9, 4, seed=3), Loader(bins, 9, 4, seed=3)
     loader.leave_out(RANGES)
     for _ in range(3):

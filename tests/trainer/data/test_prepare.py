@@ -115,7 +115,7 @@ def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
 
 
 @pytest.mark.parametrize("stage", ["training the tokenizer", "packing the text"])
-def test_one_killed_halfway_is_never_believed(
+def test_data_whose_preparation_was_killed_is_never_used(
     prepared: Prepared, corpus_folder: Path, make_config: MakeConfig, stage: str
 ) -> None:
     data = make_config(corpus_folder)

@@ -54,7 +54,7 @@ def test_smallest_vocabulary_encodes_bytes() -> None:
     assert len(np.unique(list(tokenizer.get_vocab().values()))) == 257
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json: cannot be read \([^\n]*\)[^\n]*$"):
@@ -66,7 +66,7 @@ def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
         end_of_text_id(load_tokenizer(prepared.tokenizer_path), "</s>")
 
 
-def test_one_that_cuts_off_or_fills_up_loses_and_adds_nothing(tmp_path: Path) -> None:
+def test_a_tokenizer_that_truncates_or_pads_loses_and_adds_nothing(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(iter(TEXTS), 300, END)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)

@@ -60,14 +60,14 @@ def test_sharding_gathers_twice_and_reduces_once(moonlight: tuple[Config, Plan])
     assert found.hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * (2 * 2 * 4 + 4) / 350e9)
 
 
-def test_what_stays_is_gathered_once_where_there_is_room(moonlight: tuple[Config, Plan]) -> None:
+def test_weights_are_kept_gathered_where_memory_allows(moonlight: tuple[Config, Plan]) -> None:
     roomy, less = (replace(H200S, memory=size * 2**30) for size in (1000, 139))
     assert cost(*moonlight, Degrees(shard=8), roomy).hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * 6 / 350e9)
     found = cost(*moonlight, Degrees(shard=8), less)  # whole gradients in FP32 are not there, the weights are
     assert found.hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * (2 + 4 * 4) / 350e9)
 
 
-def test_what_computes_in_fp8_may_be_gathered_in_half_the_bytes(moonlight: tuple[Config, Plan]) -> None:
+def test_fp8_weights_are_gathered_in_half_the_bytes(moonlight: tuple[Config, Plan]) -> None:
     plan = moonlight[1]
     config = with_(moonlight[0], **FREED)
     in_fp8 = with_(config, fp8_all_gather=Switch.true)
@@ -268,6 +268,6 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(arguments: list[str], says: str, plan_parallelism: Run) -> None:
+def test_mistakes_of_the_planner_are_one_line(arguments: list[str], says: str, plan_parallelism: Run) -> None:
     done = plan_parallelism(*arguments)
     assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1

@@ -26,7 +26,7 @@ def asked(*overrides: str, ranks: int = 1) -> str | None:
     return does_not_fit(config, check(config), resolve(config.parallel, ranks), target(config), ranks)
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_settings_that_fit_are_not_refused() -> None:
     batch = "trainer.global_batch_size=64", "trainer.microbatch_size=8"
     assert asked(*batch, "parallel.shard=8", "gpu=h200", ranks=8) is None
 

@@ -40,7 +40,7 @@ def test_the_header_names_what_the_run_will_do() -> None:
     assert rows.index(("", "")) == len(rows) - 1
 
 
-def test_what_is_typed_again_is_quoted() -> None:
+def test_suggested_arguments_are_quoted() -> None:
     assert shown(["data.glob=**/*.md", "run.name=a"]) == "'data.glob=**/*.md' run.name=a"
 
 

@@ -227,7 +227,7 @@ def test_weights_of_experts_that_no_other_rank_has_stay(config: Make):
     assert waiting == others - 4 * 2 * experts
 
 
-def test_what_ranks_keep_follows_the_room_that_there_is(config: Make):
+def test_the_fsdp_policy_follows_the_memory(config: Make):
     """With less and less of it: everything, whole gradients, gathered weights, neither; what is asked for is done."""
     batch = "trainer.microbatch_size=1", "trainer.global_batch_size=8", "trainer.sequence_length=8"
     made = config("parallel.shard=2", "model.num_layers=6", "precision=fp32", *batch)
@@ -346,7 +346,9 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
         (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: it does not support parallel\.tensor=2; set"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys: tuple[str, ...], message: str) -> None:
+def test_settings_that_ranks_cannot_share_are_refused(
+    config: Callable[..., Config], keys: tuple[str, ...], message: str
+) -> None:
     made = config("parallel=fsdp", *keys)
     with pytest.raises(ValueError, match=message):
         check(made, world_size=max(made.parallel.shard, 2))

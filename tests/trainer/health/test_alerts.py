@@ -64,7 +64,7 @@ def test_many_tensors_are_one_alert_and_a_new_one_is_news() -> None:
     assert said(alerts, *[both] * QUIET, both | {"c": 9.0}, first=30) == [(80, "c is 9.0 (and 2 more)")]
 
 
-def test_one_after_the_other_does_not_flood() -> None:
+def test_alerts_one_after_the_other_do_not_flood() -> None:
     lines = [{str(i): 2.0 for i in range(n)} for n in range(1, 31)]
     assert len(said(Alerts([Above()]), *lines)) <= 30 / QUIET + 1
 
@@ -155,7 +155,7 @@ def test_alerts_can_be_off(config: Configs) -> None:
         ("command='a \"b'", r"health\.alerts\.command: No closing quotation; quote it"),
     ],
 )
-def test_what_cannot_be_is_refused(config: Configs, setting: str, says: str) -> None:
+def test_impossible_thresholds_are_refused(config: Configs, setting: str, says: str) -> None:
     from trainer.forecast.preflight import check
 
     with pytest.raises(ValueError, match=says):

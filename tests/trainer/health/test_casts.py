@@ -16,7 +16,7 @@ Recipe = Callable[..., PrecisionConfig]
 NONE = torch.zeros(())
 
 
-def test_what_saturates_and_what_vanishes_is_counted() -> None:
+def test_saturated_and_underflown_elements_are_counted() -> None:
     x = torch.tensor([[1.0, 500.0, -600.0, 448.0], [0.0, 1e-4, -1e-4, 2.0]], dtype=torch.bfloat16)
     data = saturating_cast(x, torch.ones(()), E4M3)
     elements, saturated, underflown, error, norm = cast_sums(x, data, torch.ones(()), E4M3).tolist()

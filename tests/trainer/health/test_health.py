@@ -129,7 +129,7 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_a_look_into_compiled_blocks_compiles_nothing_and_sees_what_eager_ones_show(
+def test_sampled_steps_of_compiled_blocks_compile_nothing_and_show_what_eager_ones_do(
     config: Configs, backend: str
 ) -> None:
     dense = ["model.num_layers=1", "model.num_mtp_layers=0", "precision.backend=reference"]
@@ -204,7 +204,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_a_run_writes(config: Configs) -> None:
+def test_a_run_writes_metrics_and_tensors(config: Configs) -> None:
     keys = ["+recipe=fp8_delayed", "run.name=it", "logging.every=4", "health.every=3", "health.shadow_every=5"]
     folder = Trainer(config(*keys, "checkpoint.every=4")).train().folder
     metrics = {line["step"]: line for line in lines(folder / "metrics.jsonl") if "loss/total" in line}
@@ -239,7 +239,7 @@ def test_what_a_run_writes(config: Configs) -> None:
     assert again[6] == names
 
 
-def test_a_look_inside_with_every_logged_line(config: Configs) -> None:
+def test_a_sampled_step_with_every_logged_line(config: Configs) -> None:
     keys = ["+recipe=fp8_delayed", "logging.every=2", "trainer.max_steps=5", "trainer.microbatch_size=4"]
     keys += ["model.num_layers=1", "model.num_mtp_layers=0"]
     for every, inside in (("null", [1, 2, 4, 5]), ("4", [4]), ("0", [])):
@@ -272,7 +272,7 @@ def test_a_shadow_without_memory_costs_shadows_and_not_the_run(
         (["health.shadow_every=-2"], "health.shadow_every=-2: out of range"),
     ],
 )
-def test_what_cannot_be_is_refused(config: Configs, keys: list[str], why: str) -> None:
+def test_impossible_health_settings_are_refused(config: Configs, keys: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check(config(*keys))
     check(config("+recipe=fp8_jit", "health.shadow_every=10", "health.every=0"))
@@ -289,7 +289,7 @@ def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:
     assert 0 < ranks["BF16 shadow"] <= size
 
 
-def test_transformer_engine_is_not_looked_into(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_transformer_engine_are_not_sampled(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("+recipe=fp8_delayed", "health.every=7")
     with pytest.raises(ValueError, match=r"health\.shadow_every=5: Transformer Engine"):
         check_shadow(replace(made.health, shadow_every=5), fp8=True, transformer_engine=True)

@@ -26,7 +26,7 @@ def test_a_gpu_is_found_by_its_uuid_whatever_its_number(nvml) -> None:
         assert (gpu.uuid, gpu.name, gpu.celsius(), gpu.sliced) == (f"GPU-{UUID}", "NVIDIA H200", 77, False)
 
 
-def test_then_by_its_address_then_if_it_is_alone(nvml) -> None:
+def test_a_gpu_is_found_by_its_address_or_if_it_is_alone(nvml) -> None:
     nvml.add(f"GPU-{OTHER}")
     assert find_by(UUID).uuid == find_by("").uuid == f"GPU-{OTHER}"
     nvml.add("GPU-of another spelling", BUS)
@@ -86,7 +86,7 @@ def test_a_board_without_the_sensor(nvml) -> None:
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])
-def test_a_lost_gpu(nvml, error: int) -> None:
+def test_a_lost_gpu_is_reported(nvml, error: int) -> None:
     fake = nvml.add(f"GPU-{UUID}")
     gpu = find_by(UUID)
     fake.refuse(error)

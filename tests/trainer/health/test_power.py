@@ -80,7 +80,7 @@ def test_a_reloaded_driver_restarts_its_counter(nvml, clock) -> None:
     assert samples(sampler(), gpu, clock, {"energy": 5}).watts == pytest.approx(500)  # the readings
 
 
-def test_what_is_no_training_does_not_count(nvml, clock) -> None:
+def test_time_outside_training_does_not_count(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
     idle = [False]
     s = sampler(lambda: idle[0])

@@ -27,7 +27,7 @@ def test_the_slowest_is_held_against_the_median_of_the_others() -> None:
     }  # fmt: skip
 
 
-def test_what_is_not_measured_is_left_out() -> None:
+def test_shapes_without_a_measurement_are_left_out() -> None:
     assert set(compare([math.nan] * 2, [0.0, 0.1], [Reading()] * 2)) == {"ranks/data_wait", "ranks/data_rank"}
     assert set(compare([1.0, 2.0], [0.0, 0.1], [Reading()] * 2)) >= {"ranks/gpu_rank", "ranks/gpu_slowness"}
     assert Stragglers(World(CPU), compares=True).read(1.0, []) == {}, "a process alone"
@@ -56,7 +56,7 @@ def test_late_data_is_named_where_it_takes_time() -> None:
     assert said(*[{**LATE, "perf/step_seconds": 0.01}] * 7) == [], "2 ms"
 
 
-def test_ranks_that_are_slow_in_turn_are_none() -> None:
+def test_ranks_that_are_slow_in_turn_are_no_stragglers() -> None:
     assert said(*[{**SLOW, "ranks/gpu_rank": step % 2} for step in range(20)]) == []
     assert said(*[SLOW, SLOW, {**SLOW, "ranks/gpu_slowness": 0.05}, SLOW, SLOW] * 4) == []
     assert said(*[{}] * 10) == []

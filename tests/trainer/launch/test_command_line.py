@@ -299,14 +299,14 @@ def write_below_a_file() -> None:
         ),
     ],
 )
-def test_what_is_raised_on_purpose_is_one_line(
+def test_user_and_run_errors_are_one_line(
     main: Callable[[], None], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ):
     assert guarded(main) == code
     assert capsys.readouterr().err == says
 
 
-def test_what_an_interrupt_comes_out_as_is_no_bug(capsys: pytest.CaptureFixture[str]):
+def test_an_error_caused_by_an_interrupt_is_no_bug(capsys: pytest.CaptureFixture[str]):
     """Within an import of a library, say. Without a signal it is one."""
     rank_group = RankGroup()
 

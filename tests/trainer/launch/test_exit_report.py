@@ -24,7 +24,7 @@ def test_the_operation_that_was_begun_first_is_the_one_that_hangs() -> None:
     )
 
 
-def test_one_that_has_just_begun_is_not_overdue() -> None:
+def test_an_operation_that_has_just_begun_is_not_overdue() -> None:
     begun = {**FIRST, "time_created_ns": time.time_ns() - int(5e9)}
     assert _first_pending(record(begun), 4.0) and _first_pending(record(begun), 60.0) is None
 

@@ -127,7 +127,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_ends_one_ends_all_and_is_reported_once(fault: str, tmp_path: Path, run: Run):
+def test_a_failure_of_one_rank_ends_all_and_is_reported_once(fault: str, tmp_path: Path, run: Run):
     began = time.monotonic()
     code, out, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault], tmp_path)
     expected, says = FAULTS[fault]

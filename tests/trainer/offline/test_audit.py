@@ -166,7 +166,7 @@ def test_kernels_are_what_happens(name: str) -> None:
 
 
 @needs_triton
-def test_what_differs_inside_an_operator_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_notices_a_difference_inside_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     from precision.backends.cuda import CudaBackend
     from precision.kernels import ffn_ops, grouped_gemm, norm
 

@@ -30,8 +30,8 @@ def test_wsd_rises_stays_and_falls_in_a_straight_line() -> None:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.wsd, Schedule.cosine])
-def test_the_decay_reaches_its_end_with_the_run_whatever_was_dropped(schedule: Schedule) -> None:
-    """`max_steps` counts dropped steps. The warm-up goes by steps that changed the weights."""
+def test_the_decay_ends_with_the_run_whatever_steps_were_skipped(schedule: Schedule) -> None:
+    """`max_steps` counts skipped steps. The warm-up goes by steps that changed the weights."""
     at = LearningRate(replace(CONFIG, schedule=schedule), 100).at
     assert at(torch.tensor(79), 99).item() == pytest.approx(0.01)
     assert at(torch.tensor(4), 9).item() == pytest.approx(0.05)
@@ -82,7 +82,7 @@ def test_a_step_equals_plain_adamw() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_dropped_step_changes_no_bit() -> None:
+def test_a_skipped_step_changes_no_bit() -> None:
     model, optimizer = model_and_optimizer()
     backward(model)
     optimizer.step(torch.tensor(True), torch.tensor(0))
@@ -139,7 +139,7 @@ def test_state_goes_round() -> None:
 
 
 def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter: clipped steps, a dropped one, a parameter without a gradient, state that goes round."""
+    """In Triton's interpreter: clipped steps, a skipped one, a parameter without a gradient, state that goes round."""
     pytest.importorskip("triton")
     config = replace(CONFIG, eps=1e-3)
     twin, plain = model_and_optimizer(config)
@@ -186,11 +186,11 @@ def test_the_norm_of_an_update_is_that_of_what_changed(monkeypatch: pytest.Monke
         changed = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
         assert float(optimizer.norms(torch.tensor(True))[1]) == pytest.approx(float(changed), rel=1e-5)
         optimizer.zero_grad()
-    assert float(optimizer.norms(torch.tensor(False))[1]) == 0, "a step that was dropped changed nothing"
+    assert float(optimizer.norms(torch.tensor(False))[1]) == 0, "a skipped step changed nothing"
 
 
 def test_moments_in_bf16_move_weights_as_fp32_ones_do() -> None:
-    """1,000 steps: as far as BF16's rounding of both moments lets them; a dropped step changes no bit."""
+    """1,000 steps: as far as BF16's rounding of both moments lets them; a skipped step changes no bit."""
     optimizers = []
     for moments in (Moments.fp32, Moments.bf16):
         weight = nn.Parameter(torch.zeros(64, 32))

@@ -69,7 +69,7 @@ def test_its_decisions_are_those_of_gradscaler() -> None:
     assert len(seen) > 5 and 0.1 < verdicts.count(False) / len(verdicts) < 0.3
 
 
-def test_it_starts_grows_and_stops_falling_where_it_should() -> None:
+def test_the_loss_scale_starts_grows_and_stops_falling_at_its_limits() -> None:
     scale = LossScale(LossScaleConfig(), CPU)
     assert float(scale.scale) == 2**16
     for _ in range(2000):
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_loss_and_do_not_vanish(config: Configs) -> N
     assert (found[16][1] == 0).sum() < (found[-16][1] == 0).sum()
 
 
-def test_an_overflow_drops_the_step_and_halves_the_scale_and_nothing_else(config: Configs) -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale_and_nothing_else(config: Configs) -> None:
     engine = build_engine(config(FP16, *TOO_HIGH), CPU)
     before = [p.detach().clone() for p in engine.model.parameters()]
     results = trained(engine, 1)
@@ -147,7 +147,7 @@ def test_a_nan_of_the_forward_pass_is_no_overflow(config: Configs) -> None:
     assert engine.loss_scale is not None and float(engine.loss_scale.scale) == 2**15, "as GradScaler: a bad step"
 
 
-def test_a_spike_drops_the_step_and_leaves_the_scale(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_skips_the_step_and_leaves_the_scale(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(config(FP16), CPU)
     judge, yes = engine.guard.judge, torch.tensor(True)
     monkeypatch.setattr(engine.guard, "judge", lambda *args: replace(judge(*args), ok=~yes, spike=yes))
@@ -196,13 +196,13 @@ def test_a_probe_shows_gradients_without_the_scale(config: Configs) -> None:
         (["precision.loss_scale.interval=0"], r"precision.loss_scale.interval=0: out of range"),
     ],
 )
-def test_what_cannot_be_is_refused(config: Configs, keys: list[str], says: str) -> None:
+def test_impossible_loss_scale_settings_are_refused(config: Configs, keys: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         check(config(FP16, *keys))
     assert "\n" not in str(refused.value)
 
 
-def test_some_may_stay_in_fp32(config: Configs) -> None:
+def test_tables_for_fp16_may_keep_some_ops_in_fp32(config: Configs) -> None:
     plan = check(
         config(FP16, 'precision.rules.exceptions=[{match: "mtp.*", precision: fp32}]', "precision.table.embed=fp32")
     )

@@ -187,7 +187,7 @@ def test_a_head_moves_by_its_own_gradient_alone() -> None:
         assert moved.nonzero().flatten().tolist() == list(range(*rows))
 
 
-def test_a_dropped_step_changes_no_bit() -> None:
+def test_a_skipped_step_changes_no_bit() -> None:
     torch.manual_seed(0)
     model, muon = optimizer(torch.randn(8, 6), Division((8,)))
     for i, ok in enumerate((True, False)):
@@ -277,7 +277,7 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
         ),
     ],
 )
-def test_what_muon_cannot_do_is_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
+def test_unsupported_muon_settings_are_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check(config("optim=muon_wsd", *keys), 2)
     with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; leave optim\.muon out, or set"):

@@ -43,7 +43,7 @@ RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in e
 FSDP, HSDP, DDP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=hsdp", "parallel.shard=1")
 BF16 = "optim.muon.iteration=bf16"
 CASES: dict[int, dict[str, tuple[str, ...]]] = {
-    1: {"fp32": (), "bf16": (BF16,), "dropped": ()},
+    1: {"fp32": (), "bf16": (BF16,), "skipped": ()},
     2: {
         "fsdp fp32": FSDP,
         "fsdp bf16": (*FSDP, BF16),
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "tensor fp32": ("parallel.tensor=2",),
         "context fp32": ("parallel.context=2",),
         "pipeline fp32": ("parallel.pipeline=2",),
-        "dropped": FSDP,
+        "skipped": FSDP,
     },
     4: {
         "fsdp fp32": FSDP,
@@ -62,7 +62,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "rounds fp32": (*HSDP, "parallel.expert=2"),
         "ep tensor fp32": (*FSDP, "parallel.expert=2", "parallel.tensor=2"),
         "pipeline fp32": ("parallel.pipeline=2", "parallel.shard=2"),
-        "dropped": ("parallel.pipeline=2", "parallel.shard=2"),
+        "skipped": ("parallel.pipeline=2", "parallel.shard=2"),
     },
 }
 SMALL_ROUND = 2000  # numbers: about one matrix an owner
@@ -107,7 +107,7 @@ def train(name: str, keys: tuple[str, ...], world: World, out: Path) -> dict[str
     before: dict[str, np.ndarray] = {}
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, 64, (4, 17), generator=generator)
-        spoils = name == "dropped" and step == STEPS
+        spoils = name == "skipped" and step == STEPS
         if spoils:
             before = weights(engine, world)
         if spoils and world.rank == world.size - 1:
@@ -117,7 +117,7 @@ def train(name: str, keys: tuple[str, ...], world: World, out: Path) -> dict[str
         result["norms"].append([float(norm) for norm in engine.optimizer.norms(torch.tensor(True))])
     Packing.send = send  # type: ignore[method-assign]
     after = weights(engine, world)
-    if name == "dropped":
+    if name == "skipped":
         result["kept"] = all(np.array_equal(before[key], after[key]) for key in after)
     result["experts"] = sum(world.gather(result["experts"]))
     result["sent"] = max(world.gather(result["sent"])), STEPS * muon_load(config, engine.plan, engine.degrees)[1]
@@ -134,7 +134,7 @@ def results(ask_ranks: Callable[..., Any]) -> dict[int, dict[str, Any]]:
     return ask_ranks(__file__, CASES)
 
 
-LAYOUTS = [(size, name) for size in (2, 4) for name in CASES[size] if name != "dropped"]
+LAYOUTS = [(size, name) for size in (2, 4) for name in CASES[size] if name != "skipped"]
 
 
 @pytest.mark.parametrize(("size", "name"), LAYOUTS)
@@ -154,9 +154,9 @@ def test_every_layout_has_the_weights_of_one_process(results: dict[int, Any], si
 
 
 @pytest.mark.parametrize("size", CASES)
-def test_a_dropped_step_changes_no_bit_on_any_rank(results: dict[int, Any], size: int) -> None:
+def test_a_skipped_step_changes_no_bit_on_any_rank(results: dict[int, Any], size: int) -> None:
     """Though one rank's loss was not a number, and messages carried the result."""
-    assert results[size]["dropped"]["kept"]
+    assert results[size]["skipped"]["kept"]
 
 
 @pytest.mark.parametrize(("size", "name"), LAYOUTS)

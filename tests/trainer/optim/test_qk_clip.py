@@ -116,7 +116,7 @@ def test_a_run_that_is_never_clipped_has_the_bits_of_one_without(config: Configs
         assert int(train_step(clipped, step, windows(), 2).metrics["optim/qk_clipped_heads"]) == 3 * 2
 
 
-def test_a_dropped_step_clips_nothing_and_no_number_clips_no_head(config: Configs) -> None:
+def test_a_skipped_step_clips_nothing_and_a_nan_clips_no_head(config: Configs) -> None:
     bad = "debug.inject={step: 1, where: loss, value: nan}"
     engine = large(build_engine(config(*STILL, f"optim.qk_clip={TAU}", bad), CPU))
     before = weights(engine)

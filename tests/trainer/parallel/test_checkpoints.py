@@ -299,7 +299,7 @@ def test_names_and_shapes_know_no_layout(played: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "size"), [(4, 4), (8, 4)])
-def test_what_another_layout_has_loaded_is_what_was_saved(played: Path, step: int, size: int) -> None:
+def test_another_layout_loads_what_was_saved(played: Path, step: int, size: int) -> None:
     state, meta = read(played / "copies" / checkpoint_name(step))
     saved, _ = read(played / "runs" / ("kept" if step == 4 else "a") / "checkpoints" / checkpoint_name(step))
     assert meta == {"size": size}

@@ -183,7 +183,7 @@ def test_in_fp32_the_curve_is_that_of_one_process(runs: dict[int, Any], size: in
 
 
 @pytest.mark.exhaustive
-def test_so_it_is_over_a_whole_run(ask_ranks: Callable[..., Any]) -> None:
+def test_with_context_a_whole_run_is_that_of_one_rank(ask_ranks: Callable[..., Any]) -> None:
     runs = ask_ranks(__file__, TO_THE_END, "to the end")
     for size, name, one in ALIKE:
         if name in runs[size]:
@@ -191,7 +191,9 @@ def test_so_it_is_over_a_whole_run(ask_ranks: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("size", "name", "one"), [each for each in ALIKE if "expert" not in each[1]])
-def test_so_is_each_gradient_of_the_first_step(runs: dict[int, Any], size: int, name: str, one: str) -> None:
+def test_with_context_each_gradient_of_the_first_step_is_that_of_one_rank(
+    runs: dict[int, Any], size: int, name: str, one: str
+) -> None:
     ours, theirs = runs[size][name]["gradients"], runs[1][one]["gradients"]
     assert ours.keys() == theirs.keys() and theirs
     for parameter, (norm, product) in theirs.items():
@@ -226,7 +228,7 @@ def test_a_rank_of_a_tensor_group_holds_what_is_forecast(runs: dict[int, Any], n
 
 
 @pytest.mark.parametrize("name", ["spoilt", "spoilt tensor"])
-def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int, Any], name: str) -> None:
+def test_a_nan_in_one_piece_skips_the_step_on_all_ranks(runs: dict[int, Any], name: str) -> None:
     lines = runs[2][name]["lines"]
     assert [line["ok"] for line in lines] == [1, 0, 1]
     assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))

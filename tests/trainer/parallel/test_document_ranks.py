@@ -45,7 +45,7 @@ def losses(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key.startswith("loss/")} for line in lines]
 
 
-def test_two_ranks_and_one(tmp_path: Path, start_ranks: Callable[..., None]) -> None:
+def test_document_masks_on_two_ranks_equal_one(tmp_path: Path, start_ranks: Callable[..., None]) -> None:
     """Documents of a few words, so that they are cut off from each other in every sequence."""
     (tmp_path / "corpus").mkdir()
     for i in range(100):

@@ -1,7 +1,7 @@
 """Every axis of the mesh, alone and with each other one, trains as one process does: 20 steps, in FP32 within 1e-5.
 
 The first ten steps from the seed, the others from the checkpoint that one process wrote after ten. A pair in FP8 is
-nearer to one process in FP8 than that is to FP32; a number that is none drops the step on all ranks of a pair. The
+nearer to one process in FP8 than that is to FP32; a NaN skips the step on all ranks of a pair. The
 ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
@@ -107,7 +107,7 @@ def test_a_pair_in_fp8_is_nearer_to_fp8_than_that_is_to_fp32(runs: dict[int, Any
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in CASES[4] if name.startswith("spoilt")])
-def test_a_number_that_is_none_drops_the_step_on_all(runs: dict[int, Any], name: str) -> None:
+def test_a_nan_skips_the_step_on_all_ranks(runs: dict[int, Any], name: str) -> None:
     before, spoilt, after = runs[4][name]["lines"][1:4]
     assert [line["ok"] for line in (before, spoilt, after)] == [1, 0, 1]
     assert before["norm"] == spoilt["norm"] != after["norm"]

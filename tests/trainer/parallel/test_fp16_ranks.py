@@ -33,7 +33,7 @@ def test_in_fp16_ranks_scale_the_loss_as_one_process_does(curves: dict[int, Curv
     assert max(differences(ours, theirs)) < 2.0**-10 * theirs[0]["loss/total"], "a rounding of FP16"
 
 
-def test_in_fp16_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves]) -> None:
+def test_in_fp16_a_bad_step_on_one_rank_is_skipped_by_all(curves: dict[int, Curves]) -> None:
     lines = curves[2]["ep fp16"]
     assert [(line["ok"], line["overflow"], line["optim/loss_scale"]) for line in lines] == [
         (1, 0, 2**16), (0, 0, 2**16), (1, 0, 2**15)

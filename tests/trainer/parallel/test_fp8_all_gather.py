@@ -153,7 +153,7 @@ def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) ->
     ("precision", "gpu", "on"),
     [("fp8_delayed", HOPPER, True), ("fp8_block", HOPPER, True), ("bf16", HOPPER, False), ("fp8_delayed", None, False)],
 )
-def test_by_itself_it_is_on_where_there_are_kernels(precision: str, gpu: Gpu | None, on: bool) -> None:
+def test_fp8_all_gather_auto_is_on_where_there_are_kernels(precision: str, gpu: Gpu | None, on: bool) -> None:
     config = config_of([*RUN, *FSDP, f"precision={precision}"])
     config.precision.backend = BackendChoice.cuda if gpu else BackendChoice.reference
     plan = Plan(config.precision, config.model.num_layers, gpu)

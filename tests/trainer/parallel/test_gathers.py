@@ -36,7 +36,7 @@ def curves(ask_ranks: Callable[..., Any]) -> dict[int, Curves]:
 @pytest.mark.parametrize(
     ("kept", "freed"), [("fsdp fp32 kept", "fsdp fp32"), ("kept wire", "freed wire"), ("ep fp32 kept", "ep fp32")]
 )
-def test_what_is_kept_is_gathered_once_a_step(curves: dict[int, Curves], kept: str, freed: str) -> None:
+def test_kept_weights_are_gathered_once_a_step(curves: dict[int, Curves], kept: str, freed: str) -> None:
     """The others twice in each of two microbatches, but for the last block, embedding and head."""
     once, again = curves[2][kept], curves[2][freed]
     assert again[0]["arrived"] > 2.4 * once[0]["arrived"] and once[1]["arrived"] == once[0]["arrived"]
@@ -53,7 +53,7 @@ def test_experts_that_no_other_rank_has_are_not_gathered(curves: dict[int, Curve
     assert all((line["experts"] > 0) is shared and line["arrived"] > 0 for line in curves[size][name])
 
 
-def test_they_are_quantised_once_a_step_as_in_one_process(curves: dict[int, Curves]) -> None:
+def test_gathered_weights_are_quantised_once_a_step_as_in_one_process(curves: dict[int, Curves]) -> None:
     """In two microbatches; where they are gathered, in each forward and backward pass."""
     one, alone, gathered = (
         [line["quantised"] for line in lines]

@@ -108,7 +108,7 @@ def seen(ask_ranks: Callable[..., Any]) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
-def test_without_a_copy_they_are_the_same(seen: dict[int, dict], size: int, name: str) -> None:
+def test_gradients_without_a_copy_are_the_same(seen: dict[int, dict], size: int, name: str) -> None:
     for ours, theirs in zip(*seen[size][name], strict=True):
         assert ours["messages"] == ours["wanted"] > 0
         assert ours["wholes"][0] == ours["wholes"][1] > 0 and theirs["wholes"][0] == 0

@@ -68,6 +68,6 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
         ({"shard": 2, "replicate": 1, "context": 2, "expert": 8}, 4, r"parallel\.expert=8: .*context=4 ranks.*; set 4"),
     ],
 )
-def test_what_does_not_go_together_is_refused(sizes: dict[str, int], world: int, message: str) -> None:
+def test_incompatible_degrees_are_refused(sizes: dict[str, int], world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(parallel(**sizes), world)

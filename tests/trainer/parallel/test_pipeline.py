@@ -162,7 +162,7 @@ def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, 
 
 
 @pytest.mark.parametrize("size", [4, 2])
-def test_a_number_that_is_none_in_a_middle_stage_drops_the_step_on_all(runs: dict[int, Any], size: int) -> None:
+def test_a_nan_in_a_middle_stage_skips_the_step_on_all_ranks(runs: dict[int, Any], size: int) -> None:
     lines = runs[size]["spoilt"]["lines"]
     assert [line["ok"] for line in lines] == [1, 0, 1]
     assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))
@@ -237,7 +237,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keys", "world", "message"), REFUSED)
-def test_what_does_not_go_together_is_refused(keys: list[str], world: int, message: str) -> None:
+def test_incompatible_pipeline_settings_are_refused(keys: list[str], world: int, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         check(composed.config_of([*RUN, *keys]), world)
 

@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., 
     return folder
 
 
-def test_what_one_rank_sees_all_go_back_for(folder: Path) -> None:
+def test_a_fault_on_one_rank_rewinds_all(folder: Path) -> None:
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] in ("spike", "nonfinite", "rollback")]
     assert kinds == [("spike", 5), ("nonfinite", 6), ("rollback", 6)]
@@ -83,7 +83,7 @@ def test_what_one_rank_sees_all_go_back_for(folder: Path) -> None:
     assert sorted(set(steps)) == list(range(1, 10)) == sorted(steps)[:-1]
 
 
-def test_all_stop_where_that_does_not_help(folder: Path) -> None:
+def test_all_ranks_stop_if_a_rewind_does_not_help(folder: Path) -> None:
     assert (folder / "stopped0").exists() and (folder / "stopped1").exists()
 
 

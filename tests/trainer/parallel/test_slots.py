@@ -108,12 +108,12 @@ def test_a_run_observes_how_much_room_it_needs_and_skips_nothing_meanwhile(
 def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: dict[str, list[dict[str, Any]]]) -> None:
     lines = runs["crowded"]
     assert [line["ok"] for line in lines] == [True, False, True]
-    before, dropped, after = lines
-    assert dropped["fill"] > 1 and dropped["place"] == "experts' slots (capacity)"
-    assert [dropped[key] for key in ("scale", "weights")] == [before[key] for key in ("scale", "weights")]
-    assert dropped["reason"].startswith("step 2 was skipped: a rank's experts were sent ")
-    assert f"parallel.dispatch_capacity={dropped['room']:.3g}" in dropped["reason"]
-    assert after["fill"] <= 1 and after["weights"] != dropped["weights"] and dropped["room"] > 0.3
+    before, skipped, after = lines
+    assert skipped["fill"] > 1 and skipped["place"] == "experts' slots (capacity)"
+    assert [skipped[key] for key in ("scale", "weights")] == [before[key] for key in ("scale", "weights")]
+    assert skipped["reason"].startswith("step 2 was skipped: a rank's experts were sent ")
+    assert f"parallel.dispatch_capacity={skipped['room']:.3g}" in skipped["reason"]
+    assert after["fill"] <= 1 and after["weights"] != skipped["weights"] and skipped["room"] > 0.3
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_one_number_is_found(config: Configs, where: str, value: str) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["loss", "weight"])
-def test_what_no_text_is_to_blame_for_names_none(config: Configs, where: str, value: str) -> None:
+def test_a_fault_of_the_loss_or_the_weights_names_no_text(config: Configs, where: str, value: str) -> None:
     _, event = event_of(config(*FP8, fault(where, value)))
     assert event["module"] == {"loss": "loss", "weight": "layers.1.moe"}[where] and event["where"] == "forward"
     assert event["elements"] >= 1 and "text" not in event
@@ -195,7 +195,7 @@ def test_no_step_waits_for_the_host(config: Configs) -> None:
     assert waits.count == 0 and [bool(verdict.ok) for verdict, _ in run.verdicts] == [True, False, True]
 
 
-def test_what_is_kept_until_the_host_looks(config: Configs) -> None:
+def test_snapshots_are_kept_until_the_host_reads_them(config: Configs) -> None:
     """Of many bad steps in one interval: the first and the last in full, of the others where and when."""
     bad = KEPT + 1
     run = Run(config(*FP8, f"debug.inject={{step: 2, steps: {bad}, where: activation, value: inf}}"))
@@ -248,7 +248,7 @@ def main(keys: list[str], out: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_the_rank_it_came_from(overrides: Small, start_ranks: Callable[..., None], tmp_path: Path) -> None:
+def test_a_bad_step_names_its_rank(overrides: Small, start_ranks: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "reports.json"
     start_ranks(__file__, 2, json.dumps(overrides(*FP8, "parallel=fsdp", "trainer.microbatch_size=1")), out)
     what, line = json.loads(out.read_text())

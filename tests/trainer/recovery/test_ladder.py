@@ -27,7 +27,7 @@ def test_the_margin_is_left_out_on_both_sides(tmp_path: Path, margin: int, windo
     assert ours.exhausted and ours._left_out() == windows
 
 
-def test_a_committed_step_ends_a_row(tmp_path: Path) -> None:
+def test_a_committed_step_ends_a_streak(tmp_path: Path) -> None:
     ours = ladder(tmp_path)
     for step in range(1, 10):
         ours.note(None if step % 3 == 0 else SkippedStep(step, 0, 4, "loss (forward)"))
@@ -35,7 +35,7 @@ def test_a_committed_step_ends_a_row(tmp_path: Path) -> None:
     assert ours.streak == []
 
 
-def test_rewinds_and_the_row_survive(tmp_path: Path) -> None:
+def test_rewinds_and_the_streak_survive_a_resume(tmp_path: Path) -> None:
     ours, events = ladder(tmp_path), []
     ours.write(REWIND, lambda *event, **what: events.append(event))
     ours.note(SkippedStep(12, 48, 52, "loss (forward)"))

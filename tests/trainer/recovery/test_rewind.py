@@ -134,8 +134,8 @@ def test_a_run_that_cannot_rewind_stops_with_the_reason(config: Configs, keys: l
     assert says in str(stop.value)
 
 
-def test_a_stop_in_a_row_leaves_what_the_ladder_goes_back_to(config: Configs) -> None:
-    """Two dropped steps, then the end; the resumed run meets the third. `keep` would leave the last checkpoint only."""
+def test_a_stop_within_a_streak_keeps_the_checkpoint_to_rewind_to(config: Configs) -> None:
+    """Two skipped steps, then the end; the resumed run meets the third. `keep` would leave the last checkpoint only."""
     keys = (*RUN, BAD_DATA, "checkpoint.keep=1")
     run = Trainer(config(*keys, "trainer.max_steps=9")).train().folder
 
@@ -149,7 +149,7 @@ def test_a_stop_in_a_row_leaves_what_the_ladder_goes_back_to(config: Configs) ->
     assert steps() == ["step_00000013"], "without a row, as many as keep says"
 
 
-def test_fewer_dropped_steps_in_a_row_than_the_limit_change_nothing(config: Configs) -> None:
+def test_fewer_skipped_steps_in_a_row_than_the_limit_cause_no_rewind(config: Configs) -> None:
     run = Trainer(config(*RUN, BAD_DATA, "recovery.max_consecutive_skips=3")).train().folder
     assert not events(run, "rollback") and lines(run / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 3
     assert not (run / "recovery.json").exists()
@@ -160,7 +160,7 @@ SPIKES += ("recovery.spikes.threshold=12",)  # 3.3 times the usual norm: no heal
 
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a dropped step must leave alone."""
+    """All that a skipped step must leave alone."""
     e = trainer.run.engine
     watch = e.guard._spikes
     assert watch is not None
@@ -170,7 +170,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("where", "module"), [("loss", "loss"), ("gradient", "gradient norm")])
-def test_a_spike_is_dropped_whole_and_reported(config: Configs, where: str, module: str) -> None:
+def test_a_spike_is_skipped_and_reported(config: Configs, where: str, module: str) -> None:
     cfg = config(*SPIKES, f"debug.inject={{step: 7, where: {where}, value: 1e4}}", "trainer.max_steps=8")
     trainer, kept = Trainer(cfg), {}
     original = trainer._step
@@ -195,7 +195,7 @@ def test_watching_a_healthy_run_changes_no_bit(config: Configs) -> None:
     assert bitwise(runs[0]) == bitwise(runs[1]) and not events(runs[0], "spike")
 
 
-def test_spikes_in_a_row_rewind_too(config: Configs) -> None:
+def test_a_streak_of_spikes_causes_a_rewind(config: Configs) -> None:
     run = Trainer(config(*RUN, *SPIKES, BAD_DATA.replace("nan", "1e4"))).train().folder
     (event,) = events(run, "rollback")
     assert event["to"] == 6 and "gradient norm (spike)" in event["message"]

@@ -167,7 +167,7 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, scr
     assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
 
 
-def test_what_fails_on_all_ranks_alike_is_reported_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_all_ranks_is_reported_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Sinks(settings(), run, 200, rank=1) as sinks:
         sinks.event("rollback", 20, "the run stops", failed=True)
         sinks.event("power", 20, "NVML has lost the GPU of rank 3", rank=3, failed=True)

@@ -1,4 +1,4 @@
-"""The verdict on a step: one number that is not finite, wherever it is, drops the step, and its place is named."""
+"""The verdict on a step: one number that is not finite, wherever it is, skips the step, and its place is named."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ PLACES = {
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("what", "index"), PLACES)
-def test_one_number_that_is_not_finite_drops_the_step(guard: StepGuard, what: str, index: int, value: float) -> None:
+def test_one_nonfinite_number_skips_the_step(guard: StepGuard, what: str, index: int, value: float) -> None:
     numbers = {"amax": guard._arena.amax.fill_(1.0), "loss": torch.ones(LOSSES), "norm": torch.ones(2)}
     good = guard.judge(1, numbers["loss"], numbers["norm"])
     assert bool(good.ok) and not bool(good.spike)

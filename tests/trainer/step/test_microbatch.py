@@ -25,7 +25,7 @@ Configs = Callable[..., Config]
         ),
     ],
 )
-def test_what_cannot_be_a_graph_is_refused(config: Configs, keys: list[str], says: str) -> None:
+def test_runs_that_cannot_be_cuda_graphs_are_refused(config: Configs, keys: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         check(config("cuda_graph=true", *keys))
 

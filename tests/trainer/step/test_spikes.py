@@ -42,7 +42,7 @@ def test_a_loss_that_falls_fast_and_a_norm_that_falls_with_it_have_none() -> Non
 @pytest.mark.parametrize(
     ("loss", "norm", "is_spike"), [(2, 1, [True, False]), (1, 20, [False, True]), (9, 99, [True] * 2)]
 )
-def test_what_jumps_up_is_one_and_what_drops_is_not(loss: float, norm: float, is_spike: list[bool]) -> None:
+def test_a_jump_up_is_a_spike_and_a_drop_is_not(loss: float, norm: float, is_spike: list[bool]) -> None:
     spikes = watch()
     for numbers in noisy(40):
         step(spikes, *numbers)
@@ -50,7 +50,7 @@ def test_what_jumps_up_is_one_and_what_drops_is_not(loss: float, norm: float, is
     assert step(spikes, 3.0 / loss, 0.5 / norm) == [False, False]
 
 
-def test_nothing_is_one_before_enough_steps_are_seen() -> None:
+def test_there_are_no_spikes_before_min_steps() -> None:
     spikes = watch()
     for numbers in noisy(15):
         step(spikes, *numbers)

@@ -56,7 +56,7 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
-def test_a_dropped_step_does_not_advance_the_learning_rate(config: Configs) -> None:
+def test_a_skipped_step_does_not_advance_the_learning_rate(config: Configs) -> None:
     bad = "debug.inject={step: 2, where: loss, value: nan}"
     engine = build_engine(config("precision=fp32", "optim.warmup_steps=10", bad), torch.device("cpu"))
     rates = [float(train_step(engine, step, windows(4), 2).metrics["optim/lr"]) for step in (1, 2, 3, 4)]

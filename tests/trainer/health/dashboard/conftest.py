@@ -154,7 +154,7 @@ def events(steps: int) -> Iterator[dict[str, Any]]:
     """Lines of events.jsonl: one of each kind, and many checkpoints."""
     middle, hot = steps // 2, int(0.62 * steps)
     place = {"module": "layers.2.attn.o"}
-    dropped = f"step {middle - 3} is not finite, first at layers.2.attn.o (backward); it is skipped"
+    skipped = f"step {middle - 3} is not finite, first at layers.2.attn.o (backward); it is skipped"
     norm = {"rule": "grad_norm_spike", "value": 85, "threshold": 2.7}
     fell = {"rule": "scale_drop", "tensor": "layers.4.attn.kv_b:grad"}
     found: list[tuple[int, str, str, dict[str, Any]]] = [
@@ -162,7 +162,7 @@ def events(steps: int) -> Iterator[dict[str, Any]]:
         for step in range(500, steps, 500)
     ]
     found += [
-        (middle - 3, "nonfinite", dropped, place),
+        (middle - 3, "nonfinite", skipped, place),
         (middle, "spike", "grad norm 85 is 312 times the median of the last 200 steps; step skipped", {"value": 85}),
         (middle, "alert", "grad norm 85 against a limit of 2.7: replay the step", norm),
         (middle + 4, "rollback", f"back to step {middle - 200}, over the data that broke it", {}),

@@ -13,7 +13,7 @@ from trainer.trainer import Trainer
 STATE = re.compile(r'"state":"(\w+)","state_text":"([^"]*)"')
 
 
-def test_of_a_run_that_finishes(config: Callable[..., Config]) -> None:
+def test_the_page_is_written_at_the_end_of_a_run(config: Callable[..., Config]) -> None:
     keys = "+recipe=fp8_delayed", "trainer.max_steps=2", "health.every=2", "health.dashboard=true"
     summary = Trainer(config(*keys, "run.name=done")).train()
     text = (summary.folder / "dashboard.html").read_text()
@@ -30,7 +30,7 @@ def test_of_a_run_that_finishes(config: Callable[..., Config]) -> None:
     assert "layers.0.attn.q:input" in text and '"load":{"step":2' in text
 
 
-def test_of_a_run_that_is_stopped(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_the_page_is_written_when_a_run_is_stopped(config: Callable[..., Config], tmp_path: Path) -> None:
     broken = config(
         "+recipe=bf16", "trainer.max_steps=4", "run.name=broken", "recovery.max_consecutive_skips=1",
         "recovery.rewind.max=0", "health.dashboard=true", "debug.inject={step: 1, steps: 9, where: loss, value: nan}",

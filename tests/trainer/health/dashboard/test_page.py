@@ -115,7 +115,7 @@ def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> 
     assert data["differences"] == expected
 
 
-def test_what_the_head_shows(long_run: Run) -> None:
+def test_the_head_of_the_page_shows_the_run(long_run: Run) -> None:
     about = summary(long_run)
     assert about["recipe"] == "fp8_delayed" and about["model"] == "moonlight_16b, 8 layers of 2048, 64 experts"
     assert about["machine"] == "8 x NVIDIA H200" and about["step"] == about["goal"] == 4000

@@ -33,7 +33,7 @@ def course(run: Run, key: str = "loss/lm") -> dict[int, float]:
     return dict(zip(series.steps, series.values, strict=True))
 
 
-def test_a_run_that_grows(folder: Path) -> None:
+def test_a_growing_run_is_read_incrementally(folder: Path) -> None:
     run = Run(folder)
     run.poll()
     assert course(run) == {1: 5.0, 2: 4.0} and course(run, "moe/entropy") == {2: 0.9}
@@ -168,7 +168,7 @@ def test_a_folder_that_comes_later_and_goes(tmp_path: Path) -> None:
     assert not run.there and course(run) == {1: 5.0}  # what was read stays
 
 
-def test_of_a_file_that_is_too_long_every_nth_line_counts(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_file_that_is_too_long_every_nth_line_is_read(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (long_run.path / "tensors.jsonl").stat().st_size
     monkeypatch.setattr(read, "BUDGET", size // 10)
     run = Run(long_run.path)
@@ -179,6 +179,6 @@ def test_of_a_file_that_is_too_long_every_nth_line_counts(long_run: Run, monkeyp
     assert len(run.series["loss/lm"].steps) == 2000
 
 
-def test_a_long_run(long_run: Run) -> None:
+def test_a_long_run_is_decimated(long_run: Run) -> None:
     assert long_run.stride == 1 and len(long_run.grids["fp8/scale"].steps) == 2000
     assert long_run.last_step == 4000 and len(long_run.rows["fp8"]) == 162

@@ -40,7 +40,7 @@ def data(server: Server, token: str = "") -> dict[str, Any]:
     return json.loads(text)
 
 
-def test_what_is_new(
+def test_a_page_gets_only_new_points(
     served: Server, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
     assert served.server_address[0] == "127.0.0.1"

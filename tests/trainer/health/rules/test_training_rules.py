@@ -171,7 +171,7 @@ def test_healthy_growth_of_kurtosis_is_sub_linear(a_run: Callable, raised: Calla
     assert set(grows(2.0)) == {"kurtosis_power"}
 
 
-def test_kurtosis_is_judged_by_looks_that_are_apart(alerts_with: Callable) -> None:
+def test_kurtosis_is_judged_by_sampled_steps_that_are_apart(alerts_with: Callable) -> None:
     """A bump of some lines is no trend, whatever the interval of lines."""
     alerts, said = alerts_with(), []
     for step in range(10, 6000, 10):
@@ -180,7 +180,7 @@ def test_kurtosis_is_judged_by_looks_that_are_apart(alerts_with: Callable) -> No
     assert said == []
 
 
-def test_nothing_to_judge_by_is_no_alarm(raised: Callable) -> None:
+def test_missing_metrics_raise_no_alert(raised: Callable) -> None:
     """Keys that are missing, and what is there instead of numbers."""
     metrics = [
         *("loss/lm", "optim/grad_norm", "moe/load_max_over_mean_worst", "moe/entropy_worst", "perf/step_seconds"),
