@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from composed import tree_of
 
 from trainer.data import prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
@@ -56,7 +57,9 @@ def test_the_loss_is_what_the_run_logged(runs: Path) -> None:
     assert (half.own, half.windows) == (logged(run, 3), 8), "the same bits"
     assert whole.own == logged(run, 6) and whole.windows > 8, "at its end, a run looks at all text"
     assert whole.bf16 is not None and whole.gap == whole.own - whole.bf16
-    assert abs(whole.own - whole.bf16) < 0.02
+    saved = open_run(run, 6, precision=tree_of(["precision=bf16"])["precision"])
+    (in_bf16,) = evaluate(saved, prepare(saved.config.data, saved.config.model.vocab_size), None)
+    assert in_bf16.own == whole.bf16, "the same weights in a model that is BF16 from the start"
     blocks = scores(runs / "fp8_block", 6, None)
     assert blocks.own == logged(runs / "fp8_block", 6)
     assert any(found.gap for found in (half, whole, blocks)), "FP8 shows, though one may be equal"

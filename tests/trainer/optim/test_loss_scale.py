@@ -97,6 +97,7 @@ def norms(engine: Engine, scale: float) -> tuple[float, Tensor]:
 def test_gradients_are_those_of_the_loss_and_do_not_vanish(config: Configs) -> None:
     """The scale itself leaves no trace; without one FP16 loses what is smaller than 6e-8."""
     keys = "optim.lr=1e-30", "optim.weight_decay=0", "optim.clip=null"  # masters stay, and so do gradients
+    keys += ("model.num_experts_per_token=4",)  # all: no router is near a tie
     engine = build_engine(config(FP16, *keys), CPU)
     exact = build_engine(config("precision=fp32", *keys), CPU)
     exact.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
@@ -105,7 +106,7 @@ def test_gradients_are_those_of_the_loss_and_do_not_vanish(config: Configs) -> N
     found = {power: norms(engine, 2.0**power) for power in (-16, 10, 16)}
     error = {power: float((ours - gradient).norm() / gradient.norm()) for power, (_, ours) in found.items()}
     assert all(abs(ours - loss) < 2.0**-8 * loss for ours, _ in found.values()), "FP16 has 11 bits"
-    assert error[16] < 0.05 < 0.5 < error[-16], "routers near a tie choose other experts; most of it is lost without"
+    assert error[16] < 2.0**-5 < error[-16], "a few of FP16's roundings of 2^-11; without a scale most of it is lost"
     assert (found[16][1] == 0).sum() < (found[-16][1] == 0).sum()
 
 

@@ -23,7 +23,7 @@ from trainer.step.train_step import train_step
 STEPS, MICROBATCHES = 2, 2
 RUN = ["trainer.device=cpu", "compile.enabled=false", "optim.warmup_steps=1", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=128", "model.hidden_size=64", "model.num_layers=2", "model.num_dense_layers=0"]
-RUN += ["model.num_mtp_layers=0", "trainer.microbatch_size=1", "trainer.sequence_length=16"]
+RUN += ["model.num_mtp_layers=0", "model.num_experts=4", "trainer.microbatch_size=1", "trainer.sequence_length=16"]
 RUN += ["data=text", "data.path=."]
 EACH, ONCE = ([f"parallel.reduce_each_microbatch={way}"] for way in ("true", "false"))
 FSDP, HSDP = ["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"]
@@ -32,7 +32,7 @@ CASES = {
     2: {
         "once": [*FSDP, *ONCE],
         "kept and recomputed": [*FSDP, *EACH, "parallel.reshard_after_forward=false", "recompute=full"],
-        "uneven": [*FSDP, *EACH, "model.num_experts=7"],
+        "uneven": [*FSDP, *EACH, "model.num_experts=3"],
         "fp8": [*FSDP, *EACH, "precision=fp8_delayed", "parallel.fp8_all_gather=true"],
         "quantised on arrival": [*FSDP, *EACH, "precision=fp8_jit"],
     },
