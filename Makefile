@@ -1,5 +1,6 @@
 # make train    trains on this machine:  make train RECIPE=bf16 ARGS="trainer.max_steps=50 model.num_layers=6"
 # make test     runs every check; make test-all also the whole products of options, of which make test meets each pair
+# make test-gpu         runs the tests of tests/gpu that need one GPU, five at a time
 # make test-elsewhere   runs the tests of numbers as another CPU computes them
 # make test-versions    runs them with the oldest and the newest torch that pyproject.toml allows, each in a venv of its own
 # make soak     kills, stops, damages and resumes runs at random:  make soak ARGS="--faults 200 --seed 3"
@@ -32,7 +33,7 @@ NUMBERS := tests/models tests/precision/test_*.py tests/trainer/step tests/train
 	tests/trainer/recovery tests/trainer/health/test_health.py
 TORCHES := 2.11.0 2.13.0
 
-.PHONY: train test types suite test-all test-elsewhere test-versions soak setup
+.PHONY: train test types suite test-all test-gpu test-elsewhere test-versions soak setup
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -56,6 +57,11 @@ suite: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
+
+# what needs several GPUs is apart: .venv/bin/pytest tests/gpu/parallel
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/pytest -n 5 tests/gpu --ignore tests/gpu/parallel $(PYTEST_ARGS)
+	$(BIN)/pytest $(TIMED)
 
 test-elsewhere: $(VENV)/.installed-test
 	PYTHONDONTWRITEBYTECODE= $(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)

@@ -27,16 +27,28 @@ from trainer.launch.command_line import Parser, guarded
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES = {"tensor": const.TENSOR.value, "row": const.ROW.value, "block": const.BLOCK.value}
 LENGTHS = (2048, 16384, 65536)
-ROWS, COLUMNS, EXPERTS = 384, 320, 2
+ROWS, COLUMNS = 384, 320
+SLICE = 8192  # columns that are read as float64 at a time
 
 
 @dataclass
 class Operand:
-    """FP8 numbers [(E,) R, K] and their inverse scales in a kernel's layout."""
+    """FP8 numbers [R, K] and their inverse scales: `inv` in a kernel's layout, `unit` one for each tile, 0-d if there is
+    one for all."""
 
     data: Tensor
     inv: Tensor
-    read: Tensor  # the represented numbers, float64
+    unit: Tensor
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Return the represented numbers of some columns, whole tiles, in float64."""
+        numbers, unit = self.data[:, begin:end].double(), self.unit.double()
+        if unit.dim():
+            tall, wide = (n // units for n, units in zip(self.data.shape, unit.shape, strict=True))
+            if unit.shape[1] > 1:
+                unit = unit[:, begin // wide : end // wide].repeat_interleave(wide, 1)
+            unit = unit.repeat_interleave(tall, 0)
+        return numbers.mul_(unit)
 
 
 def main() -> int:
@@ -89,9 +101,9 @@ def linear(
     if transposed:
         grad = E4M3 if block else E5M2  # as in each recipe
         a, b = (draw(n, K, mean, fmt, mode, over_rows=True) for n, fmt in ((width or ROWS, grad), (384, E4M3)))
-        return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
+        return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), product(a, b, K)
     a, b = draw(ROWS, K, mean, E4M3, mode), draw(width or (384 if block else COLUMNS), K, mean, E4M3, mode, weight=True)
-    return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), a.read @ b.read.t()
+    return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), product(a, b, K)
 
 
 def grouped(
@@ -102,15 +114,23 @@ def grouped(
         sizes, grad = [K, max(128, K // 4)], E4M3 if mode == const.BLOCK.value else E5M2
         a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((width or 256, grad), (512, E4M3)))
         got = grouped_gemm.wgrad(a.data, a.inv, b.data, b.inv, mode, route(sizes), torch.float32, fast)
-        return got[0], a.read[:, :K] @ b.read[:, :K].t()
+        return got[0], product(a, b, K)
     sizes = [128, ROWS - 128]
     a = draw(ROWS, K, mean, E4M3, mode)
     weights = [draw(width or 384, K, mean, E4M3, mode, weight=True) for _ in sizes]
     data, inv = (torch.stack([getattr(w, key) for w in weights]) for key in ("data", "inv"))
     got = grouped_gemm.nt(a.data, a.inv, data, inv, mode, route(sizes), fast)
-    starts = [0, sizes[0]]
-    want = [a.read[s : s + n] @ w.read.t() for s, n, w in zip(starts, sizes, weights, strict=True)]
-    return got, torch.cat(want)
+    whole = [product(a, w, K) for w in weights]
+    return got, torch.cat([whole[0][: sizes[0]], whole[1][sizes[0] :]])
+
+
+def product(a: Operand, b: Operand, K: int) -> Tensor:
+    """Return a @ b.t() over the first K columns in float64, of which slices alone are ever in memory."""
+    total = torch.zeros(len(a.data), len(b.data), dtype=torch.float64, device=a.data.device)
+    for begin in range(0, K, SLICE):
+        columns = begin, min(begin + SLICE, K)
+        total.addmm_(a.read(*columns), b.read(*columns).t())
+    return total
 
 
 def draw(
@@ -118,24 +138,27 @@ def draw(
 ) -> Operand:
     """Draw numbers of that mean, cast by `mode`: rows by 1 x 128, weights by 128 x 128; operands summed over rows have
     one scale, or one for 128 rows."""
-    x = torch.randn(rows, K, device="cuda") + mean
+    x = torch.randn(rows, K, device="cuda").add_(mean)  # in place from here on: it may be of gigabytes
     limit = 448.0 if dtype == E4M3 else 57344.0
     if mode == const.BLOCK.value:
         tall = 128 if weight else 1
-        amax = x.abs().view(rows // tall, tall, K // 128, 128).amax((1, 3))
+        tiles = x.view(rows // tall, tall, K // 128, 128)
+        amax = torch.maximum(tiles.amax((1, 3)), -tiles.amin((1, 3)))
         scale = torch.exp2(torch.floor(torch.log2(limit / amax)))
-        spread = scale.repeat_interleave(tall, 0).repeat_interleave(128, 1)
-        inv = scale.reciprocal() if weight else scale.reciprocal().t().contiguous()
+        tiles.mul_(scale[:, None, :, None])
+        unit = scale.reciprocal()
+        inv = unit if weight else unit.t().contiguous()
         inv = inv if weight or over_rows else inv.t()
     elif mode == const.ROW.value and not over_rows:
-        scale = torch.exp2(torch.floor(torch.log2(limit / x.abs().amax(1, keepdim=True))))
-        spread, inv = scale, scale.reciprocal()
+        amax = torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True))
+        scale = torch.exp2(torch.floor(torch.log2(limit / amax)))
+        x.mul_(scale)
+        unit = inv = scale.reciprocal()
     else:
-        spread = limit / x.abs().amax()
-        inv = spread.reciprocal()
-    data = (x * spread).clamp(-limit, limit).to(dtype)
-    read = data.double() * spread.double().reciprocal() if spread.dim() else data.double() * inv.double()
-    return Operand(data, inv, read)
+        scale = limit / torch.maximum(x.amax(), -x.amin())
+        x.mul_(scale)
+        unit = inv = scale.reciprocal()
+    return Operand(x.clamp_(-limit, limit).to(dtype), inv, unit)
 
 
 def route(sizes: list[int]) -> Route:

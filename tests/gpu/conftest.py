@@ -1,12 +1,14 @@
 """Tests that need a GPU: skipped without one."""
 
+import gc
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 HERE = Path(__file__).parent
 
@@ -17,6 +19,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(HERE):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """What a test leaves in this process's cache, the GPU has again for other workers."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def large(shared_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of tests that take tens of GiB, one runs at a time, whichever worker has it."""
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
+    with FileLock((shared or tmp_path_factory.getbasetemp()) / "large.lock"):
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -152,6 +152,7 @@ def test_norms_of_gradients_are_those_of_float64_without_waiting() -> None:
         torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("large")
 def test_more_than_two_to_the_31_elements() -> None:
     size = 2**31 + 5001
     from precision.kernels.adamw import FusedAdamW

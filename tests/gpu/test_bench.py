@@ -48,7 +48,7 @@ def test_attention(tmp_path: Path) -> None:
     assert {"core forward", "core backward", "cudnn forward", "cudnn backward"} == found.keys()
 
 
-@pytest.mark.parametrize("more", [[], ["--apart"]])
+@pytest.mark.parametrize("more", [["--apart"], pytest.param([], marks=pytest.mark.exhaustive)])
 def test_step(more: list[str], tmp_path: Path) -> None:
     size = ["trainer.microbatch_size=4", "trainer.global_batch_size=8", "compile.enabled=false"]
     found = bench(tmp_path, "step", "fp8_delayed", "--steps", "3", "--hold", "0.3", "--rounds", "1", *size, *more)

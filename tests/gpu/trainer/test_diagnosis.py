@@ -37,13 +37,15 @@ def test_keeping_the_evidence_waits_for_nothing(engine: Callable[..., Engine], c
     assert e.guard.places[e.guard.first_place(kept.own[0], kept.loss[:1]) or 0].endswith("attn (forward)")
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_a_bad_step_is_reported_at_the_log_and_replayed(config: Configs, tmp_path: Path, last: bool) -> None:
+@pytest.mark.parametrize(("last", "compiled"), [(False, "true"), (True, "false")])
+def test_a_bad_step_is_reported_at_the_log_and_replayed(
+    config: Configs, tmp_path: Path, last: bool, compiled: str
+) -> None:
     """Step 5 is logged: nothing is committed after it, and it is run again at once. Step 4 names the command."""
     step = 5 if last else 4
     fault = f"debug.inject={{step: {step}, where: activation, value: inf}}"
     places = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "run.name=run"]
-    run = Trainer(config(*RUN, *places, fault)).train().folder
+    run = Trainer(config(*RUN, *places, fault, f"compile.enabled={compiled}")).train().folder
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (event,) = [line for line in lines if line["kind"] == "nonfinite"]
     assert event["tensor"].endswith(".attn") and event["where"] == "forward" and event["amax"] == "inf"

@@ -1,7 +1,6 @@
 """Any text comes back from its tokens, and the same text gives the same tokenizer."""
 
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
