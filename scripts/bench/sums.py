@@ -33,8 +33,8 @@ SLICE = 8192  # columns that are read as float64 at a time
 
 @dataclass
 class Operand:
-    """FP8 numbers [R, K] and their inverse scales: `inv` in a kernel's layout, `unit` one for each tile, 0-d if there is
-    one for all."""
+    """FP8 numbers [R, K] and their inverse scales: `inv` in a kernel's layout, `unit` one for each tile, 0-d if there
+    is one for all."""
 
     data: Tensor
     inv: Tensor
