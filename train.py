@@ -30,7 +30,7 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.forecast.gpus import target
     from trainer.forecast.preflight import check, cut_line, with_fitting_microbatch
     from trainer.parallel.mesh import Degrees, resolve
-    from trainer.run.location import check_place
+    from trainer.run.location import check_place, check_writable
     from trainer.run.resume_source import check_origin
 
     remarks = []
@@ -48,6 +48,7 @@ def run(rank_group: "RankGroup") -> None:
         for config in configs:
             if not config.dry_run:
                 check_place(config.run)
+                check_writable(config.run)
     done = []
     for number, (job, config, plan) in enumerate(zip(jobs, configs, plans, strict=True), 1):
         if config.dry_run:

@@ -115,6 +115,10 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
                 documents.append(Document(path, status.st_size, status.st_mtime_ns))
             elif stat.S_ISREG(status.st_mode):
                 empty.append(path)
+    if missing and not documents:
+        raise UserError(
+            f"data.path={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
+        )
     if not documents:
         fix = (
             "train on a folder with data=text data.path=FOLDER"

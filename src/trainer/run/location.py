@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,19 @@ def check_place(run: "RunConfig") -> Path | None:
         return None
     with as_user_error(Path(run.dir)):
         return locate(Path(run.dir), run.name, run.resume, "")[0]
+
+
+def check_writable(run: "RunConfig") -> None:
+    """Raise UserError if the folder of a new run cannot be made, as far as that can be seen without writing."""
+    if run.resume not in ("never", "auto"):
+        return
+    parent = Path(run.dir)
+    with as_user_error(parent):
+        nearest = next(folder for folder in (parent, *parent.parents) if os.path.lexists(folder))
+        if not nearest.is_dir():
+            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(nearest))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES), str(nearest))
 
 
 def check_name(name: str | None) -> None:

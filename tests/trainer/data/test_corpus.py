@@ -107,6 +107,20 @@ def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
     assert unreadable_reason(tmp_path) == "cannot be read: Is a directory"
 
 
+def test_a_folder_in_which_nothing_can_be_read_is_named(
+    make_config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk(top: Path, onerror: Callable[[OSError], None]):
+        onerror(PermissionError(13, "Permission denied", str(top)))
+        yield from ()
+
+    monkeypatch.setattr(corpus_module.os, "walk", walk)
+    with pytest.raises(
+        ValueError, match=r"data\.path=/.*: no text can be read; \.: a folder that cannot be listed: Perm"
+    ):
+        scan(make_config(tmp_path))
+
+
 def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(
     make_config: Callable[..., DataConfig], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from composed import config_of
 from omegaconf import OmegaConf
 from run_folders import TEXTS, damage, logged, make_run, quiet, snapshot
 
+from precision.errors import UserError
 from trainer.checkpoint import read
-from trainer.config import load
+from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.location import CHECKPOINTS
+from trainer.run.location import CHECKPOINTS, check_writable
 from trainer.run.run_folder import EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
@@ -111,6 +113,21 @@ def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path, open
         opened(tmp_path / "file", name)
     with pytest.raises(ValueError, match=r"run\.dir=.* cannot be used \(File name too long\)"):
         opened(tmp_path, "a" * 300)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_data_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    check_writable(RunConfig(None, str(tmp_path / "new" / "runs"), "never", None))
+    with pytest.raises(
+        UserError, match=r"run\.dir=.*file/runs: .*file cannot be used \(Not a directory\); set a folder"
+    ):
+        check_writable(RunConfig("a", str(tmp_path / "file" / "runs"), "auto", None))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=r"run\.dir=.*/runs: /.* cannot be used \(Permission denied\); set a folder"):
+        check_writable(RunConfig(None, str(tmp_path / "runs"), "never", None))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---------------------------------------------------------------------------------------------------- auto
