@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from precision.deferred import WeightGradientQueue
 from precision.fused import combine_rows, gather_rows, swiglu
 from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, quantize
@@ -128,7 +129,7 @@ def _fused(
             assert gate_up.input_slot is not None
             data, inv = quantize(x, gate_up.input_slot, recipe)
     sums = None if kurtosis is None else kurtosis.sums
-    fixed = _Fixed._make((data, inv, *w1, *w2, expert, *rows, *places, sums, how, choices, keep_rows))
+    fixed = _Fixed._make((data, inv, *w1, *w2, expert, *rows, *places, sums, how, choices, keep_rows, gate_up.deferred))
     return _Ffn.apply(carrier, gate_up.weight, down.weight, weight, add, *fixed)
 
 
@@ -160,6 +161,7 @@ class _Fixed(NamedTuple):
     how: str
     choices: int
     keep_rows: bool
+    deferred: WeightGradientQueue | None
 
 
 class _Ffn(torch.autograd.Function):
@@ -193,6 +195,7 @@ class _Ffn(torch.autograd.Function):
         assert weight1.dtype == weight2.dtype
         ctx.weight_dtype = weight1.dtype
         ctx.weighted, ctx.added = weight is not None, add is not None
+        ctx.deferred, ctx.weights = f.deferred, None if f.deferred is None else (weight1, weight2)
         return y.view(carrier.shape)
 
     @staticmethod
@@ -203,11 +206,18 @@ class _Ffn(torch.autograd.Function):
         routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
         none = y1.new_empty(0, dtype=torch.float32)
         dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
-        dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
+        given = (
             grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
             ctx.weight_dtype, *ctx.places,
         )  # fmt: skip
+        if ctx.deferred is None:
+            dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(*given)
+        else:
+            dw1 = dw2 = None
+            dx, dweight, amaxes, *products = ffn_ops.input_gradients(*given)
+            for parameter, product in zip(ctx.weights, products, strict=True):
+                ctx.deferred.put(parameter, product)
         if dy_amax is not None:
             record_amax(dy_amax, amaxes[0])
             record_amax(d1_amax, amaxes[1])

@@ -43,11 +43,14 @@ the weight that autograd sees, FP32, and is added to FP32 sums.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
+from precision.deferred import WeightGradientQueue
 from precision.errors import UserError
 from precision.formats import read_back
 from precision.observe import is_observed, is_sampled, sampling_number, show_weight
@@ -58,7 +61,7 @@ from precision.scaling import Slot
 
 class _Gemms(torch.autograd.Function):
     """All three GEMMs. carrier: x's autograd edge; x, x_inv: its operand. weight: the master parameter; w_*: its
-    operand. grad_*: scale, amax and place of the output gradient's slot."""
+    operand. grad_*: scale, amax and place of the output gradient's slot. deferred: takes the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -76,6 +79,7 @@ class _Gemms(torch.autograd.Function):
         grad_amax: Tensor | None,
         grad_place: Tensor | None,
         recipe: GemmRecipe,
+        deferred: WeightGradientQueue | None,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
         x2_inv = x_inv.reshape(-1, x_inv.shape[-1]) if x_inv is not None and x_inv.dim() else x_inv
@@ -85,6 +89,7 @@ class _Gemms(torch.autograd.Function):
         # arena rows are not saved for backward: other views of the arena are written in between
         ctx.grad_scale, ctx.grad_amax, ctx.grad_place, ctx.recipe = grad_scale, grad_amax, grad_place, recipe
         ctx.carrier_dtype, ctx.weight_dtype, ctx.shape = carrier.dtype, weight.dtype, carrier.shape
+        ctx.deferred, ctx.weight = deferred, None if deferred is None else weight
         return y.view(*carrier.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -103,8 +108,12 @@ class _Gemms(torch.autograd.Function):
             dx = backend.dgrad(dy, WeightOperand(w, w_inv, w_t, w_t_inv), offsets, recipe)
             dx = dx.to(ctx.carrier_dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = backend.wgrad(dy, x, x_inv, offsets, recipe, ctx.weight_dtype)
-        return dx, dw, *(None,) * 11
+            operands = dy, x, x_inv, offsets, recipe, ctx.weight_dtype
+            if ctx.deferred is None:
+                dw = backend.wgrad(*operands)
+            else:
+                ctx.deferred.put(ctx.weight, partial(backend.wgrad, *operands))
+        return dx, dw, *(None,) * 12
 
 
 def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
@@ -125,6 +134,7 @@ class _GemmLayer(nn.Module):
         self.operand: WeightOperand | None = None
         self.operand_version = -1
         self._shown = 0
+        self.deferred: WeightGradientQueue | None = None  # where the gradients of weights wait, in a pipeline
         self.is_sharded = False  # whether `receive` makes the operand, whenever the weight has been gathered
         self.input_slot: Slot | None = None
         self.weight_slot: Slot | None = None
@@ -242,7 +252,9 @@ class _GemmLayer(nn.Module):
         if not self.recipe.is_fp8:
             plain = x.tensor if isinstance(x, Operand) else x
             data = plain.detach().to(self.recipe.input.dtype)
-            return _Gemms.apply(plain, self.weight, data, None, *weight, offsets, None, None, None, self.recipe)
+            return _Gemms.apply(
+                plain, self.weight, data, None, *weight, offsets, None, None, None, self.recipe, self.deferred
+            )
         assert self.input_slot is not None and self.grad_slot is not None
         if isinstance(x, Operand):
             carrier, data, inv = x.carrier, x.data, x.scale_inv
@@ -252,7 +264,7 @@ class _GemmLayer(nn.Module):
         rows, recipe = (self.grad_slot.scale, self.grad_slot.amax, self.grad_slot.place), self.recipe
         if grad is not None:  # it was shown where it was cast first
             rows, recipe = (grad.scale, grad.amax, None), recipe.with_given_scale
-        return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe)
+        return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe, self.deferred)
 
 
 class Linear(_GemmLayer):

@@ -12,8 +12,9 @@ also makes their transposed copy. In BF16 they may be saved instead.
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -154,23 +155,30 @@ def ffn_backward(
     The amaxes are returned, not written into the arena: where an operator mutates two views of one buffer, inductor
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11).
     """
-    amaxes = torch.zeros(2, device=dy.device)
-    return *_backward(
-        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
-        out, dy_place, d1_place,
-    ), amaxes  # fmt: skip
+    dx, dweight, amaxes, dw1, dw2 = input_gradients(
+        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out, dy_place,
+        d1_place,
+    )  # fmt: skip
+    return dx, dw1(), dw2(), dweight, amaxes
 
 
-def _backward(
+Product = Callable[[], Tensor]
+
+
+def input_gradients(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
-    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
-    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str, out: torch.dtype,
-    dy_place: Tensor | None, d1_place: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
+    out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Product, Product]:  # fmt: skip
+    """Return dx, the router weights' gradient and the amaxes of `ffn_backward`, and functions that compute dw1 and
+    dw2, once each."""
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
+    amaxes = torch.zeros(2, device=dy.device)
     if casts.forward is None or casts.grad is None:
-        return _backward_bf16(dy, x, x_rows, y1, to, w1, w2, casts, out)
+        dx, dweight, dw1, dw2 = _backward_bf16(dy, x, x_rows, y1, to, w1, w2, casts, out)
+        return dx, dweight, amaxes, dw1, dw2
+    forward, (dy_amax, d1_amax) = casts.forward, (amaxes[0], amaxes[1])
     mode = casts.mode
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     if to is None:
@@ -209,16 +217,20 @@ def _backward(
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
     if is_sampled():
         _sample_d1(dh, y1, d1, d1_inv, to, casts.grad, d1_place)
-    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, casts, to, out)
-    dx = _nt(d1, d1_inv, w1, w1_inv, casts, to)
-    if to is None:
-        xt, xt_inv = transpose(x, x_inv, casts.forward)
-        dweight = _empty(x)
-    else:
-        dx, dweight = combine(dx, to, partial=dw)
-        _, _, xt, xt_inv = gather_transposed(x, x_inv, to.token, to.ends, casts.forward, rows=False)
-        assert dweight is not None
-    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, casts, to, out), dw2, dweight
+    dx, dweight = _nt(d1, d1_inv, w1, w1_inv, casts, to), _empty(x)
+    if to is not None:
+        dx, made = combine(dx, to, partial=dw)
+        assert made is not None
+        dweight = made
+
+    def dw1() -> Tensor:
+        if to is None:
+            xt, xt_inv = transpose(x, x_inv, forward)
+        else:
+            _, _, xt, xt_inv = gather_transposed(x, x_inv, to.token, to.ends, forward, rows=False)
+        return _wgrad(d1t, d1t_inv, xt, xt_inv, casts, to, out)
+
+    return dx, dweight, amaxes, dw1, partial(_wgrad, dt, dt_inv, ht, ht_inv, casts, to, out)
 
 
 @torch.library.register_fake(ffn_backward)
@@ -243,19 +255,24 @@ def _backward_bf16(
     w2: Tensor,
     casts: _Casts,
     out: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Product, Product]:
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     d = gather(dy, None, to, None)[0] if to is not None else dy
     dh = _nt(d, d, w2, w2, casts, to)
     d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
-    dw2 = _wgrad_bf16(d, h, to, out)
     dx, dweight = _nt(d1, d1, w1, w1, casts, to), _empty(dy)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)
         assert made is not None
         dweight = made
-        x = x_rows if x_rows.numel() else gather(x, None, to, None)[0]
-    return dx, _wgrad_bf16(d1, x, to, out), dw2, dweight
+
+    def dw1() -> Tensor:
+        rows = x
+        if to is not None:
+            rows = x_rows if x_rows.numel() else gather(x, None, to, None)[0]
+        return _wgrad_bf16(d1, rows, to, out)
+
+    return dx, dweight, dw1, partial(_wgrad_bf16, d, h, to, out)
 
 
 def _sample_h(

@@ -20,6 +20,7 @@ from precision import (
     gated_ffn,
     gemm_layers,
 )
+from precision.deferred import WeightGradientQueue
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
@@ -61,8 +62,11 @@ class _Layer(nn.Module):
         )  # fmt: skip
 
 
-def gradients(config: PrecisionConfig, backend: str, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of weights, after one microbatch; autograd sees weights of a dtype, what multiplies is the same."""
+def gradients(
+    config: PrecisionConfig, backend: str, kind: str, dtype: torch.dtype, queue: WeightGradientQueue | None = None
+) -> dict[str, Tensor]:
+    """Of weights, after one microbatch; autograd sees weights of a dtype, what multiplies is the same. queue: computes
+    them after the backward pass."""
     torch.manual_seed(1)
     layers = _Layer(config, backend, kind)
     for parameter in layers.parameters():
@@ -70,12 +74,15 @@ def gradients(config: PrecisionConfig, backend: str, kind: str, dtype: torch.dty
     layers.to(DEVICE)
     begin_step(layers, bind(layers, layers.plan, DEVICE))
     for layer in gemm_layers(layers):
-        layer.weight = nn.Parameter(layer.weight.detach().to(dtype))
+        layer.weight, layer.deferred = nn.Parameter(layer.weight.detach().to(dtype)), queue
     x = (torch.randn(ROWS, WIDTH) * torch.logspace(-1, 1, ROWS)[:, None]).to(DEVICE, torch.bfloat16).requires_grad_()
     y = layers(x)
     with _Rounding({p.shape for p in layers.parameters()}) as rounding:
         y.backward((torch.randn(y.shape) * 1e-4).to(y))
     assert backend == "reference" or not rounding.casts, "it left its kernel in FP32, and took another pass"
+    if queue is not None:
+        assert x.grad is not None and all(p.grad is None for p in layers.parameters())
+        queue.take()()
     return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
 
 
@@ -108,6 +115,17 @@ def test_bf16_is_fp32_rounded_once(recipe: Recipe, name: str, backend: str, kind
             torch.testing.assert_close(rounded[weight].float(), dw, rtol=2**-7, atol=1e-5 * float(dw.abs().max()))
         else:
             assert torch.equal(rounded[weight], dw.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "ffn", "experts"])
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_delayed"])
+def test_gradients_put_aside_are_those_of_a_whole_backward_pass(
+    recipe: Recipe, name: str, backend: str, kind: str
+) -> None:
+    whole = gradients(recipe(name), backend, kind, torch.float32)
+    later = gradients(recipe(name), backend, kind, torch.float32, WeightGradientQueue())
+    assert whole.keys() == later.keys() and all(torch.equal(later[weight], dw) for weight, dw in whole.items())
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
