@@ -4,7 +4,8 @@
     the last one     its blocks, final norm, head, multi-token prediction
 
 With several stages per rank they are assigned in turn (arXiv 2104.04473, section 2.2): of p ranks, rank i has the
-stages i, p + i, 2 p + i, ...
+stages i, p + i, 2 p + i, ... Or two stages per rank form a V (arXiv 2401.10241, section 6): rank i has the stages i and
+2 p - 1 - i. The first rank then has the embedding and the head.
 
 A stage passes on its stream [B, S, D]. With MTP the embedded tokens [B, S + 1, D] are passed on beside it, unchanged,
 and their gradient returns the same way: the embedding stays one tensor of the first stage. The balance loss of a block
@@ -51,11 +52,12 @@ class Stage:
 @dataclass(frozen=True)
 class Pipeline:
     """This process's position in a pipeline: its `stages`, in order. owners: the rank of every stage. group: the ranks
-    of the pipeline."""
+    of the pipeline. zero_bubble: gradients of weights are computed where ranks would wait; `owners` form a V."""
 
     stages: tuple[Stage, ...]
     owners: tuple[int, ...]
     group: "ProcessGroup"
+    zero_bubble: bool = False
 
     @property
     def has_first(self) -> bool:
@@ -112,20 +114,21 @@ def divide(flops: Sequence[float], last: float, stages: int) -> list[int]:
     return best[len(flops)][1]
 
 
-def divide_in_turn(flops: Sequence[float], last: float, ranks: int, per_rank: int) -> list[int]:
-    """As `divide` for several stages per rank, minimising the slowest rank's work.
+def divide_among(owners: Sequence[int], flops: Sequence[float], last: float) -> list[int]:
+    """As `divide` for several stages per rank, minimising the slowest rank's work. owners: the rank of each stage.
 
     The rank that has the last stage has fewer blocks in all of its stages, and none in the last one where head and MTP
     are as much work as others' stages.
     """
-    stages, mean = ranks * per_rank, (sum(flops) + last) / ranks
+    stages, ranks = len(owners), max(owners) + 1
+    per_rank, mean = stages // ranks, (sum(flops) + last) / ranks
 
     def filled(most: float) -> list[int]:
         """Fill each stage with as many blocks as a rank of so many FLOPs has room for; the last one gets the rest."""
         counts: list[int] = []
         for stage in range(stages - 1):
             room = most / per_rank
-            if stage % ranks == ranks - 1:
+            if owners[stage] == owners[-1]:
                 room = min(room, (most - last) / (per_rank - 1))
             left = flops[sum(counts) : len(flops) - (stages - 2 - stage)]  # later ones need a block each
             counts.append(max(1, sum(total <= room for total in accumulate(left))))
@@ -133,9 +136,11 @@ def divide_in_turn(flops: Sequence[float], last: float, ranks: int, per_rank: in
 
     def slowest(counts: list[int]) -> float:
         ends = [0, *accumulate(counts)]
-        sums = [sum(flops[begin:end]) for begin, end in pairwise(ends)]
-        sums[-1] += last
-        return max(sum(sums[rank::ranks]) for rank in range(ranks))
+        sums = [0.0] * ranks
+        for rank, (begin, end) in zip(owners, pairwise(ends), strict=True):
+            sums[rank] += sum(flops[begin:end])
+        sums[owners[-1]] += last
+        return max(sums)
 
     return min((filled(mean * (1 + i / 50)) for i in range(100)), key=slowest)
 

@@ -1,7 +1,7 @@
 """The config of a run: schema, loading, and differences. Imports nothing else of `trainer`."""
 
 from trainer.config.load import RECIPE, load, meant_by, unknown_key
-from trainer.config.schema import Dispatch, Recompute, Switch
+from trainer.config.schema import Dispatch, PipelineSchedule, Recompute, Switch
 from trainer.config.sections import (
     CheckpointConfig,
     Coefficients,
@@ -51,6 +51,7 @@ __all__ = [
     "OptimConfig",
     "OptimizerName",
     "ParallelConfig",
+    "PipelineSchedule",
     "ProfileConfig",
     "Recompute",
     "RunConfig",

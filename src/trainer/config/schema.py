@@ -41,6 +41,14 @@ class Dispatch(Enum):
     symmetric = "symmetric"
 
 
+class PipelineSchedule(Enum):
+    """Order of a pipeline's passes: one forward, one backward, over stages in turn; or zero bubble over stages in a
+    V."""
+
+    interleaved = "interleaved"
+    zbv = "zbv"
+
+
 class Recompute(Enum):
     """What the backward pass recomputes: nothing, attention without its core, or the inside of every block."""
 

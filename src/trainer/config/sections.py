@@ -13,7 +13,7 @@ from trainer.config.data import DataConfig
 from trainer.config.health import HealthConfig
 from trainer.config.phases import Length, PhaseConfig, Span
 from trainer.config.recovery import RecoveryConfig
-from trainer.config.schema import Dispatch, Recompute, Switch
+from trainer.config.schema import Dispatch, PipelineSchedule, Recompute, Switch
 
 
 class Device(Enum):
@@ -302,6 +302,9 @@ class ParallelConfig:
     stages_per_rank: int = 1
     """Stages of neighbouring blocks per rank. 1: one forward, one backward (1F1B); more: interleaved, so that ranks
     wait less, and send that many times as much."""
+    schedule: PipelineSchedule = PipelineSchedule.interleaved
+    """interleaved: as above; zbv: two stages per rank, assigned in a V, and gradients of weights fill the time in which
+    ranks would wait (zero bubble)."""
     stages: list[int] | None = None
     """Blocks of each stage, such as [14, 13]; null: balanced for the slowest stage. The last one also has the head and
     multi-token prediction."""

@@ -38,7 +38,7 @@ from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Device, Dispatch, Recompute, Switch
 from trainer.forecast.muon import muon_size
 from trainer.forecast.plan_cache import cached_per_plan
-from trainer.forecast.stages import stage_models
+from trainer.forecast.stages import in_a_v, operand_bytes, stage_models
 from trainer.forecast.tensor import cut_parameters, gathered_bytes, kept_bytes, parts
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
@@ -67,6 +67,8 @@ def _ways(config: Config) -> list[FsdpPolicy]:
     """Return the policies that the config leaves open: the fewest messages first, the least memory last."""
     reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
     each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
+    if in_a_v(config.parallel):
+        each = (False,)
     keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
     return [FsdpPolicy(e, k) for e in each for k in keeps]
 
@@ -118,7 +120,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
         "gradients": masters,
         "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
         "compute weights": sum(_copies(plan, degrees).values()),
-        "activations": _activations(config, plan, degrees) * tokens * microbatches,
+        "activations": _in_flight(config, plan, degrees, microbatches) * tokens,
         "head": head_gradient_bytes(plan) / degrees.tensor,
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
@@ -370,6 +372,16 @@ def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
         blocks = blocks / num_blocks + num_blocks * inputs
     return blocks + head + kept_bytes(config, plan, degrees)
+
+
+def _in_flight(config: Config, plan: Plan, degrees: Degrees, microbatches: float) -> float:
+    """Return the bytes of activations per token of so many microbatches. Where gradients of weights are computed
+    separately, their operands stay after the rest: output gradients of one of two stages come on top."""
+    each = _activations(config, plan, degrees)
+    if degrees.pipeline == 1 or not in_a_v(config.parallel):
+        return each * microbatches
+    inputs, gradients = operand_bytes(plan)
+    return max(each, inputs + gradients) * microbatches + gradients / 2
 
 
 def _weight_bytes(recipe: GemmRecipe) -> int:

@@ -18,7 +18,7 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.errors import UserError, refuse
-from trainer.config import Config, Device, Dispatch, GpuChoice, RunConfig, Switch
+from trainer.config import Config, Device, Dispatch, GpuChoice, PipelineSchedule, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_power, check_shadow
 from trainer.config.recovery import RecoveryConfig
@@ -278,6 +278,8 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     for key, usual in (("stages", None), ("stages_per_rank", 1)):
         if (value := getattr(p, key)) != usual and p.pipeline == 1:
             idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")
+    if p.schedule is not PipelineSchedule.interleaved and p.pipeline == 1:
+        idle("parallel.schedule", p.schedule.value, "there is one stage", "set interleaved, or parallel.pipeline")
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")

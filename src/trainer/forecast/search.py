@@ -19,7 +19,7 @@ from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
 from trainer.forecast.muon import busiest
-from trainer.forecast.stages import check_stages, forms_whole_rounds, stage_models
+from trainer.forecast.stages import check_stages, forms_whole_rounds, in_a_v, stage_models
 from trainer.forecast.tensor import check_tensor
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
@@ -44,8 +44,10 @@ class Search:
     """The search for layouts of a config. `given` fixes sizes of axes and stages per rank."""
 
     def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None):
-        self._config, self._plan, self._given = config, plan, dict(given or {})
-        self._per_rank = self._given.pop("stages_per_rank", None)
+        self._plan, self._given = plan, dict(given or {})
+        self._per_rank = self._given.pop("stages_per_rank", 2 if in_a_v(config.parallel) else None)
+        parallel = replace(config.parallel, stages_per_rank=self._per_rank or config.parallel.stages_per_rank)
+        self._config = replace(config, parallel=parallel)
         self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float, float] | None] = {}
 
     def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
@@ -114,9 +116,9 @@ class Search:
 
     def _stages(self, degrees: Degrees, microbatches: int) -> Iterator[int]:
         """Yield numbers of stages per rank."""
-        p, blocks = degrees.pipeline, self._config.model.num_layers
+        p, blocks, parallel = degrees.pipeline, self._config.model.num_layers, self._config.parallel
         for v in (self._per_rank,) if self._per_rank else STAGES:
-            if v == 1 or (p > 1 and p * v <= blocks + 1 and forms_whole_rounds(microbatches, p)):
+            if v == 1 or (p > 1 and p * v <= blocks + 1 and (in_a_v(parallel) or forms_whole_rounds(microbatches, p))):
                 yield v
 
     def _run(self, one: _Candidate, machine: Machine) -> Config:

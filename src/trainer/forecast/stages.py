@@ -6,11 +6,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
-from models.stage import Pipeline, Stage, block_flops, divide, divide_in_turn
+from models.stage import Pipeline, Stage, block_flops, divide, divide_among
 from precision import Plan
 from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
-from trainer.config import Config, Switch
+from trainer.config import Config, ParallelConfig, PipelineSchedule, Switch
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.parallel.mesh import Degrees
 
@@ -21,27 +21,34 @@ if TYPE_CHECKING:
 def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
     """Return the number of blocks of each stage for `ranks` ranks: `parallel.stages`, or equal FLOPs."""
     p, t = config.parallel, config.trainer
-    return p.stages or _alike(plan, t.sequence_length, ranks, p.stages_per_rank)
+    return p.stages or _alike(plan, t.sequence_length, owners(ranks, p.stages_per_rank, in_a_v(p)))
 
 
 @cached_per_plan
-def _alike(plan: Plan, sequence_length: int, ranks: int, per_rank: int) -> list[int]:
+def _alike(plan: Plan, sequence_length: int, ranks: tuple[int, ...]) -> list[int]:
     flops = block_flops(plan, sequence_length)
-    return divide(*flops, ranks) if per_rank == 1 else divide_in_turn(*flops, ranks, per_rank)
+    return divide(*flops, len(ranks)) if len(set(ranks)) == len(ranks) else divide_among(ranks, *flops)
 
 
-def owners(ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Return the rank of each stage."""
-    return tuple(range(ranks)) * per_rank
+def owners(ranks: int, per_rank: int, v: bool = False) -> tuple[int, ...]:
+    """Return the rank of each stage: in turn, or in a V."""
+    in_turn = tuple(range(ranks))
+    return in_turn + in_turn[::-1] if v else in_turn * per_rank
+
+
+def in_a_v(parallel: ParallelConfig) -> bool:
+    """Return whether the schedule assigns stages in a V and computes gradients of weights separately."""
+    return parallel.schedule is PipelineSchedule.zbv
 
 
 def pipeline_of(config: Config, plan: Plan, group: "ProcessGroup") -> Pipeline:
     """Return this process's stages. group: the ranks of the pipeline."""
-    ranks = owners(group.size(), config.parallel.stages_per_rank)
+    v = in_a_v(config.parallel)
+    ranks = owners(group.size(), config.parallel.stages_per_rank, v)
     ends = list(accumulate(blocks_of_stages(config, plan, group.size())))
     stages = (Stage(i, len(ends), begin, end) for i, (begin, end) in enumerate(pairwise([0, *ends])))
     own = tuple(stage for stage in stages if ranks[stage.index] == group.rank())
-    return Pipeline(own, ranks, group)
+    return Pipeline(own, ranks, group, zero_bubble=v)
 
 
 def microbatches_of(config: Config, degrees: Degrees) -> int:
@@ -61,13 +68,14 @@ def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple
         yield config, plan, 1
         return
     p, v, m = degrees.pipeline, config.parallel.stages_per_rank, microbatches_of(config, degrees)
-    counts = tuple(blocks_of_stages(config, plan, p))
-    for model, rows, rank in _distinct(plan, counts, owners(p, v), config=config.model):
-        yield replace(config, model=model), rows, kept(rank, p, v, m)
+    counts, separate = tuple(blocks_of_stages(config, plan, p)), in_a_v(config.parallel)
+    for model, rows, rank in _distinct(plan, counts, owners(p, v, separate), config=config.model):
+        yield replace(config, model=model), rows, p if separate else kept(rank, p, v, m)
 
 
 def kept(rank: int, p: int, v: int, m: int) -> float:
-    """Return how many microbatches' activations a rank keeps: the forward passes ahead of the backward pass."""
+    """Return how many microbatches' activations a rank keeps: the forward passes ahead of the backward pass. In a V
+    every rank keeps p."""
     if v == 1:
         return p - rank
     ahead = (v - 1) * (m // _rounds(m, p)) + 2 * (p - 1 - rank)
@@ -119,9 +127,12 @@ def _layer_key(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
 
 def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Return the share of a step's arithmetic in which ranks wait for others (the bubble)."""
-    p, v = degrees.pipeline, config.parallel.stages_per_rank
-    times = _times(plan, config.trainer.sequence_length, tuple(blocks_of_stages(config, plan, p)))
-    return bubble(times, owners(p, v), microbatches_of(config, degrees))
+    p = degrees.pipeline
+    counts, m = tuple(blocks_of_stages(config, plan, p)), microbatches_of(config, degrees)
+    times = _times(plan, config.trainer.sequence_length, counts)
+    if in_a_v(config.parallel):
+        return bubble_of_v(times, _times(plan, 0, counts), m)  # at length 0 without attention's core
+    return bubble(times, owners(p, config.parallel.stages_per_rank), m)
 
 
 def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
@@ -139,6 +150,21 @@ def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
     return 1 - m * sum(times) / len(of_ranks) / ((sum(times) + (m * v - 1) * max(of_ranks)) / v)
 
 
+def bubble_of_v(times: Sequence[float], weights: Sequence[float], m: int) -> float:
+    """As `bubble`, for two stages a rank in a V, with separate gradients of weights. times: of a forward pass in each
+    stage; weights: of its weights' gradients.
+
+    Forward passes take F, gradients of inputs I, of weights W; I + W = 2 F. Before and behind its passes, the slowest
+    rank waits max(I, 2 (I - W)) for each other rank, and F for each microbatch that is missing to 2 p - 1. This is the
+    time of torch's order where stages are equal and I >= W.
+    """
+    p = len(times) // 2
+    pairs = [(2 * time - weight, weight) for time, weight in zip(times, weights, strict=True)]
+    waits = sum(max(i, 2 * (i - w)) for i, w in pairs[: p - 1]) + max(2 * p - 1 - m, 0) * times[0]
+    slowest = max(first + last for first, last in zip(times, reversed(times), strict=True))
+    return 1 - 3 * m * sum(times) / p / (3 * m * slowest + waits)
+
+
 @cached_per_plan
 def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[float]:
     """Return the FLOPs of a token in each stage."""
@@ -149,12 +175,23 @@ def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[fl
     return times
 
 
+def operand_bytes(plan: Plan) -> tuple[float, float]:
+    """Return the bytes per token of the operands that GEMMs of blocks keep for the gradients of their weights: inputs,
+    and output gradients, of which FP8 has two copies."""
+    inputs = gradients = 0.0
+    for name, row in plan.gemms.items():
+        if name != "lm_head":
+            inputs += row.rows_per_token * row.in_features * row.recipe.input.bytes
+            gradients += row.rows_per_token * row.out_features * max(row.recipe.grad.bytes, 2)
+    return inputs, gradients
+
+
 def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
     """Return a line with the blocks of the stages and the bubble."""
     blocks = " + ".join(map(str, blocks_of_stages(config, plan, degrees.pipeline)))
     share = idle_share(config, plan, degrees)
     v = config.parallel.stages_per_rank
-    each = f", {v} a rank" if v > 1 else ""
+    each = f", {v} a rank{' in a V' * in_a_v(config.parallel)}" if v > 1 else ""
     return f"stages of {blocks} blocks{each}; ranks wait {share:.1%} of a step; memory of the rank that holds most"
 
 
@@ -165,6 +202,9 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         return
     off = "set parallel.pipeline=1"
     stages, v = config.parallel.stages, config.parallel.stages_per_rank
+    if in_a_v(config.parallel) and v != 2:
+        fix = "set parallel.stages_per_rank=2, or parallel.schedule=interleaved"
+        refuse("parallel.stages_per_rank", v, "with parallel.schedule=zbv a rank has two stages", fix)
     if v < 1:
         refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
@@ -184,7 +224,9 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
-    if v > 1 and not forms_whole_rounds(count, p):
+    if in_a_v(config.parallel):
+        _check_v(config)
+    elif v > 1 and not forms_whole_rounds(count, p):
         rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {rounds} rounds"
         refuse(
@@ -204,3 +246,14 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     if t.document_masking and m.num_mtp_layers > 1:
         why = "its deeper depths need the embedding, which only the first stage has"
         refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")
+
+
+def _check_v(config: Config) -> None:
+    """Raise UserError if the config does not support separate gradients of weights."""
+    fix = "set {}=auto, or parallel.schedule=interleaved"
+    if config.parallel.reduce_each_microbatch is Switch.true:
+        why = "with parallel.schedule=zbv gradients of weights are complete after a stage's last microbatch only"
+        refuse("parallel.reduce_each_microbatch", "true", why, fix.format("parallel.reduce_each_microbatch"))
+    if config.compile.enabled is Switch.true:
+        why = "with parallel.schedule=zbv blocks put gradients of weights aside, which compiled code cannot"
+        refuse("compile.enabled", "true", why, fix.format("compile.enabled"))

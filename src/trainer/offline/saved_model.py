@@ -43,7 +43,7 @@ from trainer.run.run_folder import find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
 AXES = "replicate", "shard", "expert", "context", "tensor", "pipeline", "stages_per_rank"
-ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None}
+ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None, "schedule": "interleaved"}
 
 
 @dataclass

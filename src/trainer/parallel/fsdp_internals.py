@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-__all__ = ["AllGather", "Group", "ReduceScatter", "Shard", "groups", "let_dynamo_guard"]
+__all__ = ["AllGather", "Group", "ReduceScatter", "Shard", "end_backward", "groups", "let_dynamo_guard"]
 
 
 class Shard:
@@ -106,6 +106,10 @@ class Group:
         """The stream of gradient messages."""
         return self._raw.comm_ctx.reduce_scatter_stream
 
+    def reduce(self) -> None:
+        """Reduce the gradients that gathered parameters have, outside of a backward pass; as FSDP does inside."""
+        self._raw.post_backward()
+
     @property
     def device_module(self) -> Any:
         """torch.cuda, or its equivalent on another device."""
@@ -117,6 +121,11 @@ def groups(model: nn.Module) -> Iterator[tuple[Any, Group]]:
     for module in model.modules():
         if isinstance(module, FSDPModule) and (raw := module._get_fsdp_state()._fsdp_param_group) is not None:
             yield module, Group(raw)
+
+
+def end_backward(model: nn.Module) -> None:
+    """Do what FSDP does at the end of a backward pass: reduce what is left, and wait for messages."""
+    model._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
 
 
 def let_dynamo_guard(module: nn.Module) -> None:

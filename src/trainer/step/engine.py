@@ -116,8 +116,9 @@ def build_engine(
         check_qk_clip(config, model, device)
         qk_clip = QKClip(model, config.optim.qk_clip, arena.max_logits)
     guard = StepGuard(arena, optimizer.names, config.recovery)
+    eager = plan.served_by("transformer_engine") or (model.pipeline is not None and model.pipeline.zero_bubble)
     compiled = config.compile.enabled is Switch.true or (
-        config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
+        config.compile.enabled is Switch.auto and device.type == "cuda" and not eager
     )
     sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
     parallelize(model, config.recompute, compiled, shapes=len(sizes))

@@ -3,8 +3,15 @@
 Rank i of p computes p - i microbatches forward, then backward and forward in turn, then the rest backward, by
 `torch.distributed.pipelining`. It idles for p - 1 of m + p - 1 microbatches' times. With v stages a rank (interleaved)
 a round of p microbatches goes through its first stage, then through its second one, and so on; it idles for p - 1 of v
-m + p - 1 stages' times. FSDP's settings are those of `ShardedMicrobatch`, set before each backward pass; the last
-backward pass of a stage reduces.
+m + p - 1 stages' times.
+
+With two stages a rank in a V (zero bubble, arXiv 2401.10241) a backward pass has two halves: gradients of inputs, for
+which the stage before waits, and gradients of weights, which fill the time in which the rank would wait
+(`precision.deferred`). FSDP's hooks run in the first half, so gradients are reduced by hand after a stage's last second
+half.
+
+FSDP's settings are those of `ShardedMicrobatch`, set before each backward pass; the last backward pass of a stage
+reduces.
 
 Meanwhile only neighbouring stages exchange messages. Losses, loads, amaxes and norms are reduced over all ranks in one
 message after the last microbatch, with zeros from stages that do not have them.
@@ -18,13 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from models import DeepSeek, Losses
 from models.stage import Pipeline, Stage, attach
+from precision.deferred import WeightGradientQueue
+from precision.linear import gemm_layers
 from trainer.optim.loss_scale import LossScale
 from trainer.step.microbatch import loss_factor
 from trainer.step.sharded_microbatch import ShardedMicrobatch, shared_modules
 from trainer.step.stage_clock import StageClock
+
+Schedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 
 
 class PipelinedStep:
@@ -34,12 +46,12 @@ class PipelinedStep:
         self, model: DeepSeek, pipeline: Pipeline, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
     ):
         self._model, self._pipeline, self._sharding, self._ranks = model, pipeline, sharding, ranks
-        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        self._schedule: Schedule | None = None
         self._made_for: tuple[int, torch.Size] | None = None
-        self._parts = [_Part(model, stage, loss_scale) for stage in pipeline.stages]
+        self._parts = [_Part(model, stage, loss_scale, pipeline.zero_bubble) for stage in pipeline.stages]
         self._shared = {stage: shared_modules(*model.blocks_of(stage)) for stage in pipeline.stages}
         self._device = next(p.device for p in model.parameters() if not p.is_meta)
-        self._left = 0  # remaining backward passes of the step
+        self._left = 0  # remaining backward passes of the step, or their second halves
         self.clock = StageClock(self._device)
 
     def __call__(self, microbatches: Sequence[Tensor]) -> list[Losses]:
@@ -66,8 +78,15 @@ class PipelinedStep:
     @contextmanager
     def backward(self, stage: Stage, last: bool) -> Iterator[None]:
         """Set up FSDP for a stage's backward pass inside. last: it is for the step's last microbatch."""
+        sharding = self._sharding
+        if self._pipeline.zero_bubble:
+            # gradients of the last microbatch are not complete: weights stay until they are reduced
+            sharding.before_backward(self._shared[stage], reduces=False, frees=False, holds=last)
+            yield
+            sharding.after_backward(False, self._device)
+            return
         self._left -= 1
-        sharding, ends = self._sharding, self._left == 0
+        ends = self._left == 0
         sharding.before_backward(self._shared[stage], reduces=last, frees=last, ends=ends)
         # some stages use embedding, final norm and head, but FSDP gathers them for all
         reduces = last and (stage.is_first or stage.is_last)
@@ -75,7 +94,20 @@ class PipelinedStep:
         yield
         sharding.after_backward(ends, self._device)
 
-    def _make(self, count: int, tokens: Tensor) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    @contextmanager
+    def weight_gradients(self, stage: Stage, last: bool) -> Iterator[None]:
+        """Set up FSDP for the second half of a stage's backward pass inside, and reduce after the last one."""
+        self._left -= 1
+        sharding, ends = self._sharding, self._left == 0
+        if last:
+            modules = [*self._shared[stage], *(sharding.shared[:1] if ends else ())]
+            sharding.before_backward(modules, reduces=True, frees=True, ends=ends, holds=True)
+        yield
+        if last:
+            sharding.reduce(self._shared[stage], ends)
+        sharding.after_backward(ends, self._device)
+
+    def _make(self, count: int, tokens: Tensor) -> Schedule:
         B, S = tokens.shape[0], tokens.shape[1] - 1
         dtype = self._model.embed.residual
         # they carry gradients; both shapes are given, else torch runs the stage to infer them
@@ -94,6 +126,7 @@ class PipelinedStep:
                 input_args=(tokens.to("meta"),) if part.stage.is_first else between,
                 output_args=(loss,) if part.stage.is_last else between,
                 group=self._pipeline.group,
+                dw_builder=None if part.weights is None else part.weights.take,
             )
             stage.around, stage.part, stage.microbatches = self, part, count
             stages.append(stage)
@@ -103,16 +136,23 @@ class PipelinedStep:
 
         if len(stages) == 1:
             return Schedule1F1B(stages[0], count, loss_fn=total, scale_grads=False)
-        return ScheduleInterleaved1F1B(stages, count, loss_fn=total, scale_grads=False)
+        kind = ScheduleZBVZeroBubble if self._pipeline.zero_bubble else ScheduleInterleaved1F1B
+        return kind(stages, count, loss_fn=total, scale_grads=False)
 
 
 class _Part(nn.Module):
-    """A stage as torch's schedule calls it. The model is not a submodule: FSDP's settings are not torch's."""
+    """A stage as torch's schedule calls it. The model is not a submodule: FSDP's settings are not torch's.
 
-    def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None):
+    weights: the queue of weight gradients, if they are computed separately.
+    """
+
+    def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None, zero_bubble: bool):
         super().__init__()
         self._run, self.stage = partial(model.forward_stage, stage), stage
         self._factor = partial(loss_factor, model, loss_scale=loss_scale)
+        self.weights = WeightGradientQueue() if zero_bubble else None
+        for layer in gemm_layers(nn.ModuleList(model.blocks_of(stage))):
+            layer.deferred = self.weights
         self.begin(1)
 
     def begin(self, count: int) -> None:
@@ -151,6 +191,10 @@ class _ShardedStage(PipelineStage):
         yield
         self.device = device
 
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        """torch 2.11 also connects a rank to itself, where it has two stages in a row; gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _place(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
@@ -170,6 +214,11 @@ class _ShardedStage(PipelineStage):
         with self.around.clock.computes(), self.around.backward(self.part.stage, last):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _place(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        last = bwd_chunk_id == self.microbatches - 1
+        with self.around.clock.computes(), self.around.weight_gradients(self.part.stage, last):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def _place(infos: Sequence[Any], device: torch.device | str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from models import DeepSeek, Losses
+from trainer.parallel.fsdp_internals import end_backward, groups
 from trainer.parallel.gather import WeightAmaxSync
 from trainer.parallel.large import LargeGradients
 from trainer.parallel.mesh import FsdpPolicy
@@ -46,15 +47,18 @@ class ShardedMicrobatch:
         if self._agreed is not None:
             self._agreed.forget()
 
-    def before_backward(self, modules: Iterable[FSDPModule], *, reduces: bool, frees: bool, ends: bool = False) -> None:
+    def before_backward(
+        self, modules: Iterable[FSDPModule], *, reduces: bool, frees: bool, ends: bool = False, holds: bool = False
+    ) -> None:
         """Set up FSDP before the backward pass of one of several microbatches. reduces, frees: it is the last that adds
-        to gradients of `modules`, and that gathers their weights; ends: the last of all modules."""
+        to gradients of `modules`, and that gathers their weights; ends: the last of all modules; holds: weights are
+        freed when `frees` is set, even if others are gathered for each pass."""
         if not self._policy.reduce_each_microbatch:
             self.shared[0].set_is_last_backward(ends)
         for module in modules:
             if not self._policy.reduce_each_microbatch:
                 module.set_requires_gradient_sync(reduces, recurse=False)
-            if self._policy.keep_gathered or module is self.shared[0]:
+            if self._policy.keep_gathered or holds or module is self.shared[0]:
                 module.set_reshard_after_backward(frees, recurse=False)
 
     def after_backward(self, ends: bool, device: torch.device) -> None:
@@ -64,6 +68,16 @@ class ShardedMicrobatch:
             add_up(self._model)
         if ends and self._agreed is not None:
             self._agreed.forget()  # the next step or an evaluation has other masters
+
+    def reduce(self, modules: Iterable[FSDPModule], ends: bool) -> None:
+        """Reduce gradients of `modules` that were added outside of a backward pass, and free the weights, which are
+        still gathered. ends: `modules` are the step's last."""
+        for module in modules:
+            for owner, group in groups(cast(nn.Module, module)):
+                if owner is module:
+                    group.reduce()
+        if ends:
+            end_backward(self._model)
 
     def forget(self) -> None:
         """See `Microbatch`."""

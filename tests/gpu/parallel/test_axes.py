@@ -33,12 +33,14 @@ RECIPES = {"fp32": ["precision=fp32", EAGER], "bf16": ["precision=bf16", "precis
 RECIPES |= {name: [f"precision={name}", "precision.backend=cuda", EAGER] for name in ("fp8_delayed", "fp8_block")}
 RECIPES |= {"muon": ["precision=fp32", EAGER, "optim=muon_wsd"]}
 AXES = [f"parallel.{axis}=2" for axis in ("context", "tensor", "pipeline")]
+ZBV = "parallel.pipeline=2 parallel.stages_per_rank=2 parallel.schedule=zbv compile.enabled=auto"
+AXES += [ZBV]
 CASES = [(recipe, axis) for recipe in RECIPES for axis in AXES if recipe != "muon"] + [("muon", "parallel.shard=2")]
 
 
 def train(recipe: str, axis: str, world: World) -> list[float]:
     """Losses of some steps."""
-    config = config_of([*RUN, *RECIPES[recipe], *([axis] if world.is_distributed else [])])
+    config = config_of([*RUN, *RECIPES[recipe], *(axis.split() if world.is_distributed else [])])
     torch._dynamo.reset()
     engine = build_engine(config, world.device, world=world)
     generator = torch.Generator().manual_seed(3)

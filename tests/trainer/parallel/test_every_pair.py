@@ -33,12 +33,14 @@ AXES: dict[str, tuple[str, ...]] = {
     axis: (f"parallel.{axis}=2",) for axis in ("replicate", "shard", "context", "tensor", "pipeline")
 }
 AXES["in turn"] = "parallel.pipeline=2", "parallel.stages_per_rank=2"
+AXES["zbv"] = *AXES["in turn"], "parallel.schedule=zbv"
+STAGES = "pipeline", "in turn", "zbv"
 EXPERT = ("parallel.expert=2",)
 ALONE = {**AXES, "shard expert": AXES["shard"] + EXPERT}
-PAIRS = {f"{a} {b}": AXES[a] + AXES[b] for a, b in combinations(AXES, 2) if (a, b) != ("pipeline", "in turn")}
+PAIRS = {f"{a} {b}": AXES[a] + AXES[b] for a, b in combinations(AXES, 2) if not {a, b} <= set(STAGES)}
 WITH_EXPERT = {f"{axis} expert": AXES[axis] + EXPERT for axis in ("replicate", "context", "tensor")}
 FOUR = {"shard four expert": ("parallel.shard=4", *EXPERT)}
-FOUR |= {f"shard {axis} expert": AXES["shard"] + AXES[axis] + EXPERT for axis in ("pipeline", "in turn")}
+FOUR |= {f"shard {axis} expert": AXES["shard"] + AXES[axis] + EXPERT for axis in STAGES}
 EIGHT = {
     "shard context in turn": AXES["shard"] + AXES["context"] + AXES["in turn"],
     "shard tensor pipeline expert": AXES["shard"] + AXES["tensor"] + AXES["pipeline"] + ("parallel.expert=4",),

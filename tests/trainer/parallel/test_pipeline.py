@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_cases
 
-from models.stage import divide, divide_in_turn
+from models.stage import divide, divide_among
 from precision.errors import UserError
 from trainer.checkpoint import Checkpointer, checkpoint_name, read
 from trainer.forecast.memory import forecast_memory
@@ -49,11 +49,15 @@ class Case(NamedTuple):
 FP32, FP8, ONE_DEPTH = "precision=fp32", "precision=fp8_delayed", "model.num_mtp_layers=1"
 FOUR, TWO = "parallel.pipeline=4", "parallel.pipeline=2"
 IN_TURN = TWO, "parallel.stages_per_rank=2"
+ZBV, SEVEN = (*IN_TURN, "parallel.schedule=zbv"), "model.num_layers=7"
 CASES = {
     2: {
         "in turn": Case((FP32, *IN_TURN), saves=True),
         "in turn fp8": Case((FP8, *IN_TURN, "parallel.stages=[2,2,1,0]")),
         "spoilt": Case((FP32, *IN_TURN), 3, spoil=0),
+        "zbv": Case((FP32, *ZBV), saves=True),
+        "zbv fp8": Case((FP8, *ZBV, "parallel.stages=[1,2,2,0]", "recompute=selective")),
+        "zbv spoilt": Case(("precision=fp16", *ZBV), 3, spoil=1),
     },
     4: {
         "plain": Case((FP32, FOUR), saves=True),
@@ -65,6 +69,8 @@ CASES = {
         "tensor resumed": Case((FP32, "parallel.tensor=2", "parallel.shard=2"), reads="plain"),
         "documents replicate": Case((FP32, TWO, "parallel.replicate=2", ONE_DEPTH), documents=True),
         "plain in turn expert": Case((FP32, *IN_TURN, "parallel.shard=2", "parallel.expert=2", "recompute=full")),
+        "zbv": Case((FP32, FOUR, *ZBV[1:], SEVEN)),
+        "plain zbv expert": Case((FP32, *ZBV, "parallel.shard=2", "parallel.expert=2", "recompute=full")),
         "in turn resumed": Case((FP32, *IN_TURN, "parallel.shard=2"), reads="plain"),
     },
     1: {
@@ -72,6 +78,8 @@ CASES = {
         "fp8": Case((FP8,)),
         "documents": Case((FP32, ONE_DEPTH), documents=True),
         "resumed": Case((FP32,), reads="in turn"),
+        "seven": Case((FP32, SEVEN)),
+        "resumed zbv": Case((FP32,), reads="zbv"),
         "resumed tensor": Case((FP32,), reads="plain tensor"),
     },
 }
@@ -136,6 +144,9 @@ ALONE = [
     (4, "fp8", "fp8"),
     (2, "in turn", "plain"),
     (2, "in turn fp8", "fp8"),
+    (2, "zbv", "plain"),
+    (2, "zbv fp8", "fp8"),
+    (4, "zbv", "seven"),
 ]
 
 
@@ -150,6 +161,7 @@ def test_stages_alone_change_no_bit(runs: dict[int, Any], size: int, name: str, 
 
 
 BESIDE = ("plain shard", "plain context", "plain tensor", "documents replicate", "plain in turn expert")
+BESIDE += ("plain zbv expert",)
 
 
 @pytest.mark.parametrize(("name", "one"), [(name, name.split()[0]) for name in BESIDE])
@@ -161,16 +173,17 @@ def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, 
     assert abs(ours["validation"] - theirs["validation"]) < 1e-5
 
 
-@pytest.mark.parametrize("size", [4, 2])
-def test_a_nan_in_a_middle_stage_skips_the_step_on_all_ranks(runs: dict[int, Any], size: int) -> None:
-    lines = runs[size]["spoilt"]["lines"]
+@pytest.mark.parametrize(("size", "name"), [(4, "spoilt"), (2, "spoilt"), (2, "zbv spoilt")])
+def test_a_nan_in_a_stage_skips_the_step_on_all_ranks(runs: dict[int, Any], size: int, name: str) -> None:
+    lines = runs[size][name]["lines"]
     assert [line["ok"] for line in lines] == [1, 0, 1]
     assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))
     assert lines[2]["norm"] != lines[1]["norm"]
 
 
-def test_one_process_resumes_what_stages_saved(runs: dict[int, Any]) -> None:
-    ours, theirs = runs[1]["resumed"]["lines"], runs[2]["in turn"]["lines"][SAVED:]
+@pytest.mark.parametrize(("name", "saved"), [("resumed", "in turn"), ("resumed zbv", "zbv")])
+def test_one_process_resumes_what_stages_saved(runs: dict[int, Any], name: str, saved: str) -> None:
+    ours, theirs = runs[1][name]["lines"], runs[2][saved]["lines"][SAVED:]
     for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
 
@@ -187,7 +200,8 @@ def test_runs_of_other_layouts_resume_each_other(runs: dict[int, Any], size: int
 
 def test_every_rank_measures_how_long_it_waits(runs: dict[int, Any]) -> None:
     """Microbatches of a stage are one behind the other, and in between it waits, for messages at least."""
-    assert len(runs[4]["plain"]["idle"]) == 4 and all(0 < share < 1 for share in runs[4]["plain"]["idle"])
+    for name in ("plain", "zbv"):
+        assert len(runs[4][name]["idle"]) == 4 and all(0 < share < 1 for share in runs[4][name]["idle"])
 
 
 def test_blocks_are_divided_so_that_the_slowest_stage_has_least() -> None:
@@ -195,8 +209,9 @@ def test_blocks_are_divided_so_that_the_slowest_stage_has_least() -> None:
     assert divide([1.0] * 8, 2.0, 2) == [5, 3]
     assert divide([3.0, 1.0, 1.0, 1.0], 0.0, 2) == [1, 3]
     assert divide([1.0] * 3, 50.0, 3) == [1, 1, 1], "each has a block"
-    assert divide_in_turn([1.0] * 8, 0.0, 2, 2) == [2, 2, 2, 2]
-    assert divide_in_turn([1.0] * 13, 3.0, 4, 2) == [2, 2, 2, 1, 2, 2, 2, 0], "but the last one"
+    assert divide_among((0, 1, 0, 1), [1.0] * 8, 0.0) == [2, 2, 2, 2]
+    assert divide_among((0, 1, 2, 3) * 2, [1.0] * 13, 3.0) == [2, 2, 2, 1, 2, 2, 2, 0], "but the last one"
+    assert divide_among((0, 1, 1, 0), [1.0] * 7, 1.0) == [2, 2, 2, 1], "the first rank has the last one"
 
 
 def test_the_bubble_is_no_smaller_than_that_of_equal_stages() -> None:
@@ -229,6 +244,13 @@ REFUSED = [
     (["parallel.pipeline=3"], 4, "parallel.pipeline=3: it does not divide the 4 processes; set 2"),
     ([TWO], 4, "with parallel.replicate=1 and parallel.pipeline=2 it needs 2 ranks"),
     ([TWO, "parallel.stages=[3,3]"], 2, "set one number a stage with this sum, or null"),
+    ([TWO, "parallel.schedule=zbv"], 2, "a rank has two stages; set parallel.stages_per_rank=2, or parallel.schedule="),
+    (
+        [*ZBV, "parallel.reduce_each_microbatch=true"],
+        2,
+        "set parallel.reduce_each_microbatch=auto, or parallel.schedule=",
+    ),
+    ([*ZBV, "compile.enabled=true"], 2, "set compile.enabled=auto, or parallel.schedule=interleaved"),
     ([TWO, "parallel.stages_per_rank=4"], 2, "parallel.stages_per_rank=4: .* set at most 3"),
     ([*IN_TURN, "trainer.global_batch_size=5"], 2, "a rank's 5 microbatches form 2 rounds; set 4, or another"),
     ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or more"),

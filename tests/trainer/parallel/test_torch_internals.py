@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel import compiler_internals
-from trainer.parallel.fsdp_internals import AllGather, ReduceScatter, groups, let_dynamo_guard
+from trainer.parallel.fsdp_internals import AllGather, ReduceScatter, end_backward, groups, let_dynamo_guard
 from trainer.step.pipelined_step import _ShardedStage
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +64,11 @@ def test_each_private_part_of_fsdp_is_where_it_is_expected(linear: nn.Module) ->
     shard.add_gradient(torch.ones(8))
     assert isinstance(parameter.grad, DTensor) and torch.equal(parameter.grad.to_local(), torch.full((2, 4), 4.0))
     assert len(seen) == 2, "FSDP's own gradient, and the one that was added"
+    module.unshard()
+    torch.autograd.backward(shard.whole, torch.ones(2, 4))
+    group.reduce()
+    end_backward(linear)
+    assert torch.equal(parameter.grad.to_local(), torch.full((2, 4), 5.0)), "reduced outside of a backward pass"
     assert shard.gathered
     shard.gathered = []
     assert shard.gathered == []
