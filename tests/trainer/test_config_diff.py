@@ -81,7 +81,7 @@ def test_ranks_that_differ_in_a_secret_do_not_print_it() -> None:
     class TwoRanks:
         """The other rank has another webhook."""
 
-        many = True
+        is_distributed = True
 
         def gather(self, what: Any) -> list[Any]:
             other = "another" if isinstance(what, str) else {**what, key: "https://example.org/PRIVATE2"}

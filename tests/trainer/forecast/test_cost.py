@@ -13,11 +13,11 @@ from composed import config_of
 from models import DeepSeek
 from models.flops import arriving
 from precision import Plan
-from trainer.config import Config, GpuChoice, Recompute, Switch
+from trainer.config import Config, GpuChoice, PipelineSchedule, Recompute, Switch
 from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import KNOWN
-from trainer.forecast.memory import parameters
+from trainer.forecast.memory import forecast_memory, parameters
 from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import idle_share, stage_models
 from trainer.parallel.mesh import Degrees
@@ -44,7 +44,7 @@ def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
     assert alone.step == alone.compute == pytest.approx(64 * 4096 * 17.174074368e9 / 500e12)
 
 
-def with_(config: Config, **parallel: Switch | int) -> Config:
+def with_(config: Config, **parallel: Switch | PipelineSchedule | int) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
@@ -187,6 +187,17 @@ def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> 
         said = report(replace(config, trainer=trainer, parallel=parallel, recompute=one.recompute), plan, 8)
         assert f"total            {one.memory / 2**30:10.3f}" in said, d
         assert f"ranks wait {one.bubble:.1%} of a step" in said, d
+
+
+def test_layouts_in_a_v_have_two_stages_a_rank_and_wait_less(moonlight: tuple[Config, Plan]) -> None:
+    """Recomputation does not free the operands of weight gradients that wait."""
+    config, plan = replace(moonlight[0], recompute=Recompute.full), moonlight[1]
+    degrees, v = Degrees(shard=4, pipeline=2), with_(config, schedule=PipelineSchedule.zbv, stages_per_rank=2)
+    in_turn = with_(v, schedule=PipelineSchedule.interleaved)
+    assert idle_share(v, plan, degrees) < idle_share(in_turn, plan, degrees)
+    assert forecast_memory(v, plan, degrees)["activations"] > forecast_memory(in_turn, plan, degrees)["activations"]
+    found = list(Search(with_(config, schedule=PipelineSchedule.zbv), plan).fastest_first(H200S, [8]))
+    assert found and {one.stages_per_rank for one in found} == {2}
 
 
 def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config, Plan]) -> None:

@@ -362,6 +362,7 @@ def test_settings_that_ranks_cannot_share_are_refused(
             1,
             "data.stop=all_exhausted has no effect: without weights all text is read, once",
         ),
+        (["parallel.schedule=zbv"], 1, "parallel.schedule=zbv has no effect: there is one stage; set interleaved"),
         (["parallel.reshard_after_forward=true"], 1, "parallel.reshard_after_forward=true has no effect: one process"),
         (["parallel.reshard_after_forward=true"], 2, None),
         (["health.shadow_every=7"], 1, "health.shadow_every=7 has no effect: the run ends before, trainer.max_steps=6"),
