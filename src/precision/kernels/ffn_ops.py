@@ -155,11 +155,12 @@ def ffn_backward(
     The amaxes are returned, not written into the arena: where an operator mutates two views of one buffer, inductor
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11).
     """
-    dx, dweight, amaxes, dw1, dw2 = input_gradients(
+    dx, dweight, amaxes, *products = input_gradients(
         dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out, dy_place,
         d1_place,
     )  # fmt: skip
-    return dx, dw1(), dw2(), dweight, amaxes
+    dw2 = products.pop()()  # its operands are freed before dw1's are transposed
+    return dx, products.pop()(), dw2, dweight, amaxes
 
 
 Product = Callable[[], Tensor]
