@@ -52,7 +52,7 @@ MARKERS = "os^Dv"
 class Run:
     """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last resumed.
 
-    origin: the run whose weights it started from, None for random ones. changed: step -> keys that changed when it
+    origin: the run that gave its first weights, None for random ones. changed: step -> keys that changed when it
     resumed from there, with both values.
     """
 

@@ -54,7 +54,7 @@ class Slots:
     observing: int = 0
     """Reviews with room to spare that are missing before slots are used."""
     known: set[int] = field(default_factory=set)
-    """Dispatchers whose scales are in the arena."""
+    """Dispatchers (by id) that have their scales in the arena."""
 
     def __post_init__(self) -> None:
         self._least = self.capacity

@@ -136,8 +136,8 @@ class DataConfig:
     """Leave out unreadable text (files, lines, documents that are not text): named, counted, and the same when the run
     resumes. false: the first of it is an error that names it."""
     verify: bool = False
-    """At a start, read all tokens and compare their SHA-256, each rank a part. false: only files whose size or
-    modification time has changed since they were last read whole."""
+    """At a start, read all tokens and compare their SHA-256, each rank a part. false: only files with another size
+    or modification time than when they were last read whole."""
     workers: int | None = None
     """Processes that prepare the data. Null: one a core. The result is the same."""
     shard_mb: int = 128

@@ -94,7 +94,7 @@ class RunConfig:
     """never: an existing run is an error; auto: resume from its newest valid checkpoint, or start; or the path of a run
     or of one of its checkpoints. A resumed run has its own settings, which the command line changes."""
     init_from: str | None
-    """A run, or one of its checkpoints, whose weights a new run starts from; null: random weights."""
+    """Start from the weights of this run or checkpoint; null: random weights."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from trainer.config.schema import fit
 from trainer.config.sections import Config, TrainerConfig
 
 ENDLESS = 2**53
-"""Steps of a run whose length is in epochs of a text that is not known yet."""
+"""Steps of a run with a length in epochs, until the text is known."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Timeline:
         return int(amount.number) if amount.unit is Unit.steps else self._reach(int(amount.number))
 
     def _reach(self, tokens: int) -> int:
-        """Return the step by whose end this many tokens are read."""
+        """Return the first step that ends with this many tokens read."""
         if tokens <= 0:
             return 0
         now = self._segments[bisect_left(self._segments, tokens, key=lambda each: each.before) - 1]

@@ -64,8 +64,8 @@ class Dataset:
                 return
 
     def pin(self, commit: str | None) -> str | None:
-        """Hold the dataset at `commit`, if given. Return the commit that is read, or None for a local folder, whose
-        files are watched themselves. Raises UserError if the library has another commit."""
+        """Hold the dataset at `commit`, if given. Return the commit that is read, or None for a local folder: its
+        files are compared themselves. Raises UserError if the library has another commit."""
         if self._root.is_dir():
             return None
         if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):

@@ -74,7 +74,7 @@ class DeviceCopy:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, tokens: Tensor) -> Callable[[], Tensor]:
-        """Start the copy. The thread whose stream uses the tokens calls the result to get them on the device."""
+        """Start the copy. Call the result, in the thread that uses the tokens, to get them on the device."""
         if self._stream is None:
             return lambda: tokens
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

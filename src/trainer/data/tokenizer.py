@@ -25,7 +25,7 @@ from trainer.config.data import TOKENIZER, is_on_hub
 
 Flag = TypeVar("Flag")
 LONGEST_WORD = 1024
-"""Bytes of a word in training, whose time grows with the square of a word's length. Longer ones are cut."""
+"""Bytes of a word in training; longer words are cut. Time grows with the square of the length."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:

@@ -34,8 +34,8 @@ def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, l
     need = _needed(config, plan, degrees, target)
     if need <= room:
         return None
-    whose = f"each of {local_ranks} ranks of {target.name}" if shared else target.name
-    problem = f"each process is forecast to take {need / GIB:.1f} GiB, and {whose} has {room / GIB:.1f}"
+    device = f"each of {local_ranks} ranks of {target.name}" if shared else target.name
+    problem = f"each process is forecast to take {need / GIB:.1f} GiB, and {device} has {room / GIB:.1f}"
     for other in _smaller(config, degrees):
         if _needed(other, plan, degrees, target) <= SPARE * room:
             was, fix = _memory_keys(config), _memory_keys(other)

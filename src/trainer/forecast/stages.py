@@ -120,7 +120,7 @@ def _distinct(
 
 
 def _layer_key(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
-    """Return a key that is equal for rows of equal layers, whose recipes are one object."""
+    """Return a key of a row. Equal layers share their recipes, so their keys are equal."""
     values = {**vars(row), "name": row.name.rpartition(".")[2], "decided_by": ""}
     return tuple(id(value) if isinstance(value, GemmRecipe) else value for value in values.values())
 

@@ -142,7 +142,8 @@ def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def _composed(configs: Path, name: str, arguments: list[str], base: Settings | None) -> tuple[list[Job], bool]:
-    """What Hydra composes, and whether it is a sweep, whose config Hydra writes: into a folder that disappears."""
+    """Return the runs that Hydra composes, and whether they are a sweep. Of a sweep Hydra writes a config: into a
+    temporary folder."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode

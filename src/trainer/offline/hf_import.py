@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout, ours or DeepSeek's, -> a checkpoint whose weights a run starts from.
+"""A folder in Hugging Face's layout, ours or DeepSeek's, -> a checkpoint that a run can start from.
 
     OUT/  checkpoints/step_00000000/      FP32 masters; run.init_from=OUT
           configs/model/imported.yaml     --config-dir OUT/configs model=imported

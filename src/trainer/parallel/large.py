@@ -23,7 +23,7 @@ from trainer.parallel.fsdp_internals import AllGather, Group, Shard, groups
 from trainer.parallel.mesh import is_large
 
 PENDING = 2  # gradients that may wait for their messages: those of a block's experts
-SENDING = 2  # groups whose parts may wait for theirs: as far as FSDP gathers ahead
+SENDING = 2  # groups of parts in transit: as far as FSDP gathers ahead
 
 
 class GatherBuffer:

@@ -103,7 +103,7 @@ def _read(folder: Path, setting: str) -> OwnSettings:
 
 
 def _of_a_checkpoint(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint whose config is whole, and that."""
+    """Return the newest checkpoint with an intact config, and that config."""
     for checkpoint in reversed(list_checkpoints(folder / CHECKPOINTS)):
         try:
             verify(checkpoint, only=STATE)

@@ -1,6 +1,6 @@
 """Liveness of the processes of a job: no rank waits for a dead one, and a failure is reported once.
 
-Each process runs a heartbeat thread. All share the job's store, whose keys `job_store` lists.
+Each process runs a heartbeat thread. All share the job's store (`job_store` lists its keys).
 
 A process dies in one of three ways. **It fails**: it posts the failure itself. **It is killed** (by the kernel for lack
 of memory, say): its neighbours on the node hold file descriptors of each other (pidfd) that become ready at that
@@ -256,8 +256,8 @@ class RankGroup:
                 self._store.set("phase", self.launch.rank, self._phases[-1] if self._phases else "")
 
     def stopped(self, message: str, code: int) -> NoReturn:
-        """End after a signal has ended main. Usually the others got it too, and leave; one whose main waits for this
-        one, or hangs, reads it."""
+        """End after a signal has ended main. Usually the others got it, too, and leave. One that waits for this rank,
+        or hangs, ends by its heartbeat."""
         assert self._store is not None
         rank = self.launch.rank
         with contextlib.suppress(RuntimeError):
