@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,32 +39,26 @@ _RATE = "perf/tokens_per_second"
 _SKIPPED = "recovery/skipped_steps"
 
 
-class Screen(Protocol):
-    """Displays lines and progress."""
+class Screen:
+    """Displays lines and progress. The base class shows nothing, for ranks without the terminal."""
 
     def line(self, text: Text) -> None:
         """Show a line above the progress."""
-        ...
 
     def row(self, label: str, value: str) -> None:
         """Show a label and its value above the progress."""
-        ...
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Show the metrics of a step."""
-        ...
 
     def progress(self, step: int) -> None:
         """Show that `step` is done. Cheap enough for every step."""
-        ...
 
     def activity(self, what: str) -> None:
         """Show the activity between two steps until the next metrics. Cheap, too."""
-        ...
 
     def close(self) -> None:
         """Restore the terminal."""
-        ...
 
 
 def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console | None = None) -> Screen:
@@ -138,30 +132,8 @@ class BestEffortStream:
         os.close(nowhere)
 
 
-class SilentScreen:
-    """Shows nothing: rank 0 has the terminal."""
-
-    def line(self, text: Text) -> None:
-        """Do nothing."""
-
-    def row(self, label: str, value: str) -> None:
-        """Do nothing."""
-
-    def metrics(self, values: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def progress(self, step: int) -> None:
-        """Do nothing."""
-
-    def activity(self, what: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainScreen:
-    """Lines only. Long lines are not wrapped: a file or another program reads them."""
+class PlainScreen(Screen):
+    """Lines only: a bar, redrawn, would drown them. Long ones are not wrapped: a file or another program reads them."""
 
     def __init__(self, console: Console, max_steps: int, enabled: bool = True) -> None:
         self._console = console
@@ -190,17 +162,8 @@ class PlainScreen:
                 line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")
         self.line(line)
 
-    def progress(self, step: int) -> None:
-        """Do nothing: a line each step would drown the others."""
 
-    def activity(self, what: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to restore."""
-
-
-class LiveScreen:
+class LiveScreen(Screen):
     """Lines above a progress bar that stays at the bottom of the terminal."""
 
     def __init__(self, console: Console, first_step: int, max_steps: int) -> None:

@@ -29,7 +29,7 @@ from trainer.files import last_step_in
 from trainer.launch.liveness.job_store import Failure
 from trainer.run.location import CONFIG
 from trainer.run.run_folder import EVENTS, METRICS, TENSORS, RunFolder
-from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
+from trainer.sinks.console import Screen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.notify import Notifier, is_sent
@@ -81,7 +81,7 @@ class Sinks:
         alone: bool = True,
     ) -> None:
         self._max_steps, self._rank, self._folder = max_steps, rank, run.path
-        self._screen: Screen = SilentScreen()
+        self._screen = Screen()
         self._show_events = logging.console.enabled and rank == 0
         if rank == 0:
             self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
