@@ -19,11 +19,6 @@ from trainer.launch.command_line import Parser, guarded
 NAMES = "recovery.json, backends.json, config.yaml or prepared.json"
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line and sign."""
     parser = Parser(__doc__)
@@ -47,4 +42,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -18,11 +18,6 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, audit each composed config, print."""
     parser = Parser(__doc__)
@@ -75,4 +70,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

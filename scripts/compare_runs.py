@@ -101,11 +101,6 @@ class Run:
         return different
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line and the runs, print the table, draw."""
     parser = Parser(__doc__)
@@ -394,4 +389,4 @@ def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, floa
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from trainer.offline.saved_model import Saved
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, evaluate, print."""
     parser = Parser(__doc__)
@@ -112,4 +107,4 @@ def run_lm_eval(saved: "Saved", tasks: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

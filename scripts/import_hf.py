@@ -12,11 +12,6 @@ from pathlib import Path
 from trainer.launch.command_line import Parser, guarded
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, import, print how to continue."""
     parser = Parser(__doc__)
@@ -35,4 +30,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -34,11 +34,6 @@ KINDS = tuple(f"act/kurtosis_{place}{kind}" for kind in ("", "_sequence") for pl
 Series = dict[int, float]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line and both runs, print the step of each sign."""
     parser = Parser(__doc__)
@@ -135,4 +130,4 @@ def departure(ours: Series, twin: Series, ratio: float, lines: int) -> int | Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

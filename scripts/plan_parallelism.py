@@ -25,11 +25,6 @@ from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, forecast, print."""
     parser = Parser(__doc__)
@@ -81,4 +76,4 @@ def _rates(text: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -37,11 +37,6 @@ AGAINST = "bf16", "fp32"
 TEXT = 400  # characters of a sequence
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, replay, print."""
     parser = Parser(__doc__)
@@ -186,4 +181,4 @@ def aligned(rows: list[tuple[str, ...]], left: set[int]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, generate, print."""
     parser = Parser(__doc__)
@@ -134,4 +129,4 @@ def log(*lines: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

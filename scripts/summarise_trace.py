@@ -29,11 +29,6 @@ NAME = 100  # characters of a name
 Event = dict[str, Any]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line and the trace, print."""
     parser = Parser(__doc__)
@@ -133,4 +128,4 @@ def host(events: list[Event], steps: int, rows: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

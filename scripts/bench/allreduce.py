@@ -34,11 +34,6 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 TWICE = {"all_reduce": 2.0}
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print on rank 0."""
     parser = Parser(__doc__)
@@ -180,4 +175,4 @@ def peers() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

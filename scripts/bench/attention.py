@@ -49,11 +49,6 @@ SHAPES = [(4, 16, 4096, 192, 128), (4, 16, 4096, 128, 128)]
 Shape = tuple[int, int, int, int, int]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure each shape, print."""
     parser = Parser(__doc__)
@@ -185,4 +180,4 @@ def report(shape: Shape, timings: dict[str, Timing], document: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

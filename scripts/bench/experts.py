@@ -58,11 +58,6 @@ MIB = 2**20
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 class Problem:
     """Shapes and data. T tokens, E experts, K chosen of a token, D hidden, F expert width, R = T K rows."""
 
@@ -393,4 +388,4 @@ def entries(problem: Problem, timings: dict[str, Timing]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

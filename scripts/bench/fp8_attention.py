@@ -26,11 +26,6 @@ KINDS = {"gauss": (0.0, 0.0), "peaked": (0.4, 0.0), "sink": (0.0, 0.4)}
 D, V = 192, 128
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, print the table."""
     parser = Parser(__doc__)
@@ -103,4 +98,4 @@ class recording:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

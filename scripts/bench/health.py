@@ -38,11 +38,6 @@ WARM_UP = 3
 Result = TypeVar("Result")
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -138,4 +133,4 @@ def timed(run: Callable[[], Result]) -> tuple[float, Result]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -28,11 +28,6 @@ T, D, F, E, K = 256, 256, 128, 4, 2  # tokens, features, an expert's width, expe
 WARM_UP = 20
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -154,4 +149,4 @@ def timed(call: Callable[[], object], repeat: int, launches: list[int]) -> tuple
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -51,11 +51,6 @@ Shape = tuple[int, int, int]
 LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure each shape, print."""
     parser = Parser(__doc__)
@@ -203,4 +198,4 @@ def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

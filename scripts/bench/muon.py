@@ -42,11 +42,6 @@ V3 = (4, 2048, 7168), (1, 1536, 7168), (1, 7168, 16384)
 Shape = tuple[int, int, int]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -220,4 +215,4 @@ def halves(parts: list[Tensor], slot: Tensor) -> tuple[Callable[[], None], Calla
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -36,11 +36,6 @@ CUTS = [(512, 1, 4), (1024, 1, 4), (1024, 1, 8), (2048, 1, 8), (2048, 1, 4), (10
 NORM_CUTS = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 8)]
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -115,4 +110,4 @@ class Pieces:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

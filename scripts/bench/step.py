@@ -50,11 +50,6 @@ END = 0  # the token that documents begin with, if attention stays within them
 GOAL = 50_000  # tokens a second and GPU
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -303,4 +298,4 @@ def loading_seconds(config) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -51,11 +51,6 @@ class Operand:
         return numbers.mul_(unit)
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
@@ -216,4 +211,4 @@ def clock(name: str, macs: int, run: Callable[..., object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -45,11 +45,6 @@ WIDTHS = {"hidden": 2048, "heads": 16, "latent": 512, "nope": 128, "rope": 64, "
 ALLOWED = 1e-5
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure, print on rank 0."""
     options = arguments()
@@ -201,4 +196,4 @@ def row(one: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -47,5 +47,5 @@ def test_a_step_that_was_logged_twice_must_be_the_same(soak_bits: ModuleType, tm
     write(1.5, 1.5)
     assert soak_bits.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
     write(1.5, 1.25)
-    with pytest.raises(soak_bits.Wrong, match="step 1 has loss/lm twice"):
+    with pytest.raises(soak_bits.SoakFailure, match="step 1 has loss/lm twice"):
         soak_bits.metrics(tmp_path)

@@ -53,11 +53,6 @@ ERRORS = r"^(?:octet: |(?:\[rank\d\]: *)?[\w.]*(?:Error|Exception): ).*"
 GIB = 2**30
 
 
-def main() -> int:
-    """Return the exit code, as train.py does."""
-    return guarded(run)
-
-
 def run() -> None:
     """Read the command line, measure each contestant, print the table."""
     parser = Parser(__doc__)
@@ -183,4 +178,4 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))
