@@ -128,11 +128,12 @@ def quantize_for(x: Tensor, feed: Feed | None) -> Operand | Tensor:
     if feed is None or feed.slot is None or feed.recipe is None:
         return x
     data, scale_inv = quantize(x, feed.slot, feed.recipe)
-    return Operand(x, data, scale_inv, kept=True) if feed.wants_tensor else _without_values(x, data, scale_inv)
+    kept = feed.wants_tensor
+    return Operand(x if kept else _ToPlaceholder.apply(x), data, scale_inv, kept=kept)
 
 
 class _ToPlaceholder(torch.autograd.Function):
-    """Replace x by a stand-in of its shape without memory; the gradient passes through."""
+    """Replace x by a placeholder of its shape without memory; the gradient passes through."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -141,10 +142,6 @@ class _ToPlaceholder(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         return grads[0]
-
-
-def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
-    return Operand(_ToPlaceholder.apply(x), data, scale_inv, kept=False)
 
 
 def rms_norm(

@@ -252,13 +252,13 @@ class _Send(torch.autograd.Function):
             elsewhere |= (row_map.token < 0)[:, None]
         local_RK = torch.where(elsewhere, each, local_RK)
         # experts are counted down to 0, which means none, so that unused rows arrive as none
-        beside = [(each - local_RK).int(), row_map.of_tokens(weight_TK).view(torch.int32)]
+        metadata = [(each - local_RK).int(), row_map.of_tokens(weight_TK).view(torch.int32)]
         if inv is not None:
-            beside.append(row_map.of_tokens(inv).view(torch.int32))
-        data_AD, beside = exchange.to_experts(row_map.gather(data), torch.cat(beside, 1))
-        expert_AK, weight_AK = each - beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
+            metadata.append(row_map.of_tokens(inv).view(torch.int32))
+        data_AD, metadata = exchange.to_experts(row_map.gather(data), torch.cat(metadata, 1))
+        expert_AK, weight_AK = each - metadata[:, :K].long(), metadata[:, K : 2 * K].contiguous().view(torch.float32)
         # kernels read scales of blocks with one block of all rows after the other
-        inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
+        inv_A = metadata[:, 2 * K :].t().contiguous().view(torch.float32).t()
         ctx.save_for_backward(*row_map[:4])
         ctx.rest, ctx.exchange, ctx.dtype = row_map[4:], exchange, carrier.dtype
         if data.dtype == carrier.dtype:

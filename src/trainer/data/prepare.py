@@ -86,7 +86,7 @@ def find_or_build(
     readers = [open_source(part, data.validation_fraction) for part in sources]
     key = _key(data, vocab_size, readers)
     setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
-    place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
+    place, built = folder or Path(data.cache_dir) / f"{'mix' if data.mix else data.source.value}-{key}", False
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
         raise UserError(f"{folder}: exists and is not prepared data: choose a folder that does not exist")
     if not place.is_dir():
@@ -120,10 +120,6 @@ def find_or_build(
     if entries < vocab_size and data.tokenizer is None:
         warnings.warn(f"model.vocab_size={vocab_size}: the text yields only {entries} tokenizer entries", stacklevel=2)
     return prepared
-
-
-def _name(data: DataConfig) -> str:
-    return "mix" if data.mix else data.source.value
 
 
 def _check_entries(entries: int, vocab_size: int) -> None:

@@ -54,7 +54,7 @@ class Search:
         """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per GPU
         and step. Ties by simplicity, then by the fewest microbatches, which load the host least."""
         done: set[Degrees] = set()
-        for _, equals in groupby(self._in_order(machine, sequences, done), key=_speed):
+        for _, equals in groupby(self._in_order(machine, sequences, done), key=lambda c: f"{c.tokens_per_second:.3g}"):
             for one in sorted(equals, key=_rank):
                 if one.degrees not in done:
                     done.add(one.degrees)
@@ -167,11 +167,6 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
                 if sum(memory.values()) <= SPARE * machine.memory:
                     return gpus
     return None
-
-
-def _speed(c: Cost) -> float:
-    """Return the speed to three digits; layouts that agree in these are ties."""
-    return float(f"{c.tokens_per_second:.3g}")
 
 
 def _rank(c: Cost) -> tuple[float, ...]:

@@ -43,7 +43,9 @@ class JsonLines:
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one object. NaN and the infinities, which JSON does not have, become null."""
-        line = (json.dumps({key: _finite(value) for key, value in entry.items()}, allow_nan=False) + "\n").encode()
+        line = (
+            json.dumps({key: finite_or_none(value) for key, value in entry.items()}, allow_nan=False) + "\n"
+        ).encode()
         news = None
         with self._lock:
             try:
@@ -126,5 +128,6 @@ def _open(path: Path) -> io.FileIO:
     return io.FileIO(open_own(path), "ab")
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,6 @@ URL's path, which is often a secret.
 import contextlib
 import http.client
 import json
-import math
 import os
 import platform
 import queue
@@ -36,6 +35,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from precision.errors import UserError
+from trainer.sinks.jsonl import finite_or_none
 
 SENT = frozenset({"alert", "rollback", "failure"})
 """Kinds of events that are sent. Any event with a `rule` or with `failed` is sent, too."""
@@ -88,7 +88,7 @@ class Notifier:
     def send(self, event: Notice) -> None:
         """Queue an event, as in events.jsonl. Returns at once."""
         text = f"octet {self._about['run']}, step {event['step']}: {event['kind']}: {event['message']}"
-        notice = {**self._about, **{key: _finite(value) for key, value in event.items()}, "text": text}
+        notice = {**self._about, **{key: finite_or_none(value) for key, value in event.items()}, "text": text}
         for channel in self._channels:
             channel.put(notice)
 
@@ -147,11 +147,6 @@ class _Channel:
             first, self._failed = not self._failed, True
         if first:
             self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not reported")
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _post(url: str, notice: Notice) -> None:
