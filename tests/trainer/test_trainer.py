@@ -104,7 +104,7 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     assert int(trainer.run.engine.guard.committed) == 20
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp8_delayed"])
 def test_recomputation_changes_no_bit(config: Configs, recipe: str) -> None:
     keys = f"+recipe={recipe}", "trainer.max_steps=3", "eval.at_end=2"
     runs = [train(config(*keys, f"recompute={kind}"))[1] for kind in ("none", "selective", "full")]

@@ -82,7 +82,7 @@ CUT = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "moe_intermediate_size": 64,
-    "num_experts": 8,
+    "num_experts": 4,
     "num_experts_per_token": 2,
     "num_expert_groups": 1,
     "num_groups_per_token": 1,

@@ -5,6 +5,7 @@ Two ranks run this file as a program, over gloo.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -131,18 +132,33 @@ def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> Non
         assert len(values) == len(names)
         assert all(value is not None and value <= most for value in values), (what, values)
     assert all(value > 1 for place in line["blocks"].values() for value in place)
-    assert line["shadow/cosine_worst"] > 0.8 and abs(line["shadow/loss_gap"]) < 0.02
-    assert all(value is not None for value in line["shadow"]["cosine"].values())
+    assert math.isfinite(line["shadow/loss_gap"])
     assert 0 < line["optim/update_ratio"] < 0.1
     assert [sum(block) for block in line["load"]] == [BATCH * 24 * 2] * 2
 
 
-def test_one_process_reports_the_same(said: dict[str, dict[str, Any]]) -> None:
-    """Of the same tokens: the ranks' first sequences."""
-    engine = build_engine(config_of(["precision=fp8_block"]), CPU)
+def one_process(precision: str) -> tuple[Engine, shadow.Shadow]:
+    """The engine after the first step, and what it says of the second's tokens: the ranks' first sequences."""
+    engine = build_engine(config_of([f"precision={precision}"]), CPU)
     first, second = batches()
     train_step(engine, 1, engine.share_of(first), 1)
-    seen = shadow.compare(engine, second[::2], BATCH)
+    return engine, shadow.compare(engine, second[::2], BATCH)
+
+
+def test_gradients_are_as_far_from_bf16_as_those_of_one_process(said: dict[str, dict[str, Any]]) -> None:
+    """The first step's scales are those of what travels together, so that the casts are others, and their errors as
+    large: in the squared sine of each angle, of which one is what the other is on average."""
+    engine, seen = one_process("fp8_delayed")
+    ranks = said["delayed, experts spread"]["shadow"]["cosine"]
+    ours = torch.tensor([ranks[name] for name in shadow.module_names(engine)], dtype=torch.float64)
+    assert len(ranks) == len(ours)
+    here, there = (float((1 - cosine.square()).mean()) for cosine in (ours, seen.cosine))
+    assert there / 4 < here < 4 * there, "a factor of 2 in the error; another model's gradient is orthogonal"
+
+
+def test_one_process_reports_the_same(said: dict[str, dict[str, Any]]) -> None:
+    engine, seen = one_process("fp8_block")
+    second = batches()[1]
     ranks = said["block"]
     assert float(seen.loss_gap) == pytest.approx(ranks["shadow/loss_gap"], abs=2e-5)
     names = shadow.module_names(engine)

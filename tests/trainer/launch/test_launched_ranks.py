@@ -335,6 +335,7 @@ def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path, 
     }
     script = str(ROOT / "scripts" / "launch" / "slurm.sbatch")
     keys = "run.name=a", "trainer.max_steps=2", "profile.steps=[2,2]", "profile.memory=false", "model.vocab_size=9000"
+    keys += "trainer.global_batch_size=2", "trainer.microbatch_size=1", "model.num_layers=1", "model.num_mtp_layers=0"
     words = [word for word in overrides(*keys) if "console" not in word]
     code, _, err = run(["bash", script, *words], tmp_path, **slurm)
     folder = tmp_path / "runs" / "a"

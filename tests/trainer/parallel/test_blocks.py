@@ -73,6 +73,7 @@ def test_recomputation_changes_no_bit(config: Configs, recipe: str, q_lora_rank:
 )
 def test_many_compiled_blocks_are_one_graph_a_kind(config: Configs, recipe: str, recompute: str) -> None:
     keys = f"+recipe={recipe}", "model.num_layers=4", "model.num_dense_layers=2", "model.num_mtp_layers=2", REFERENCE
+    keys += "model.num_experts=2", "model.num_experts_per_token=1"  # a graph has each expert's product
     amax, grads = two_steps(*build(config(*keys)))
     counter = CompileCounterWithBackend("aot_eager")
     other, other_grads = two_steps(*build(config(*keys, f"recompute={recompute}"), counter))
