@@ -30,7 +30,9 @@ def run() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--gpus", type=_counts, required=True, help="GPUs in all; several: the fastest of each")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
-    parser.add_argument("--sequences", type=_counts, default=[8], help="a GPU and step (8); of several, the fastest")
+    parser.add_argument(
+        "--sequences", type=_counts, help="a GPU and step (of the batch that is given, or 8); of several, the fastest"
+    )
     parser.add_argument("--memory", type=float, help="GiB of a GPU (that of gpu=)")
     parser.add_argument("--tflops", type=float, help="of one GPU in a step (469 in BF16, 611 in FP8: one H200)")
     parser.add_argument("--node-link", type=_rates, default=[350.0], help="GB/s of a GPU within its node (350)")

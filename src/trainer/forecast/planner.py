@@ -15,7 +15,7 @@ from models import DeepSeek
 from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
-from trainer.config import Config, GpuChoice
+from trainer.config import Config, GpuChoice, Recompute
 from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
@@ -28,6 +28,7 @@ AXES = [field.name for field in fields(Degrees)]
 PER_RANK = "stages_per_rank"
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in (*AXES, PER_RANK)), "parallel.stages")
 LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
+SEQUENCES, UNSAID_BATCH = 8, 16  # of a GPU and step if only configs/train.yaml sets the batch, and its value there
 
 
 def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
@@ -61,10 +62,14 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         for gpus, link, network in product(options.gpus, options.node_link, options.network)
     ]
 
-    search = Search(config, plan, given)
+    search, batch = Search(config, plan, given), config.trainer.global_batch_size
+    is_given = batch != UNSAID_BATCH or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
+
+    def sequences(gpus: int) -> list[int]:
+        return options.sequences or [batch // gpus if is_given and batch % gpus == 0 else SEQUENCES]
 
     def fastest(machine: Machine, rows: int) -> list[Cost]:
-        return list(islice(search.fastest_first(machine, options.sequences), rows))
+        return list(islice(search.fastest_first(machine, sequences(machine.gpus)), rows))
 
     if len(machines) > 1:
         return compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])
@@ -80,7 +85,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
     first, lines = best[0], [table(best)]
     if first.degrees.pipeline > 1:
         lines.append(stages_line(_as_run(config, first), plan, first.degrees))
-    return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest)])
+    return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest, config)])
 
 
 def _given(word: str) -> tuple[str, int]:
@@ -138,8 +143,8 @@ def line(c: Cost) -> str:
     )
 
 
-def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
-    """Return the command line of a layout."""
+def command(c: Cost, gpus: int, per_node: int, rest: list[str], config: Config) -> str:
+    """Return the command line of a layout. It replaces the degrees and the recompute of `config`."""
     nodes = gpus // per_node
     start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
     if nodes > 1:
@@ -150,10 +155,13 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
     sizes = {**asdict(d), PER_RANK: c.stages_per_rank}
-    degrees = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size != 1]
+    degrees = [
+        f"parallel.{axis}={size}" for axis, size in sizes.items() if (size, getattr(config.parallel, axis)) != (1, 1)
+    ]
     batch = [
         f"trainer.microbatch_size={c.microbatch}",
         f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
     ]
-    again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
+    none = c.recompute is config.recompute is Recompute.none
+    again = [] if none else [f"recompute={c.recompute.value}"]
     return " ".join([start, "train.py", *kept, *degrees, *batch, *again])

@@ -87,12 +87,16 @@ def test_a_dry_run_of_ranks_on_cpus_names_the_gpus_to_ask_about(config: Make) ->
     assert asked == "this forecast is for CPUs; gpu=h200, h100, a100 or rtx4090 makes one for that GPU"
 
 
-def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable) -> None:
-    words = ["--gpus", "8", "--rows", "1", *MOONLIGHT[:3], "gpu=h200"]
-    done = run_python("scripts/plan_parallelism.py", *words)
+@pytest.mark.parametrize(
+    ("asked", "sequences"),
+    [(MOONLIGHT[:3], 64), (["+recipe=moonlight_16b_8xh100"], 512)],  # a recipe's batch, expert groups and recompute
+)
+def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable, asked: list[str], sequences: int) -> None:
+    done = run_python("scripts/plan_parallelism.py", "--gpus", "8", "--rows", "1", *asked, "gpu=h200")
     head, row, _, command = done.stdout.splitlines()
     gib = row.split()[head.split().index("GiB")]
     overrides = [word for word in command.split() if "=" in word and not word.startswith("--")]
     config = config_of([*overrides, "dry_run=true", "gpu=h200"])
+    assert config.trainer.global_batch_size == sequences
     total = next(line for line in report(config, check(config)).splitlines() if line.startswith("  total"))
     assert float(gib) == pytest.approx(float(total.split()[1]), abs=0.06)
