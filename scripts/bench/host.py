@@ -40,7 +40,7 @@ def run() -> None:
     if options.repeat < 1:
         raise UserError(f"--repeat {options.repeat}: set 1 or more")
     measure.header()
-    launches = pretend()
+    launches = fake_hopper()
     rows: dict[str, dict[str, str]] = {}
     for recipe in options.recipes or RECIPES:
         for name, call in calls(recipe).items():
@@ -49,7 +49,7 @@ def run() -> None:
     measure.say(measure.table(list(rows.values())))
 
 
-def pretend() -> list[int]:
+def fake_hopper() -> list[int]:
     """Make Triton compile for a Hopper GPU and launch nothing. Returns the number of launches, which keeps counting."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("Triton is missing, so there are no kernels to launch: pip install triton")

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from trainer.checkpoint.storage import SafetensorsReader
 from trainer.data import Bins, Loader, check_whole
 from trainer.data.bins import FORMAT, Sidecar
-from trainer.data.verified import ALONE, remember, stamp
+from trainer.data.verified import ALONE, add_verified, stamp
 
 SHARD_TOKENS = 30_000_000
 """Tokens in a shard of 128 MB of text, at about 4.3 bytes a token."""
@@ -49,7 +49,7 @@ def sparse_shards(folder: Path, count: int) -> list[Path]:
         path.with_suffix(".json").write_text(json.dumps(asdict(sidecar)))
         stamps[path.name] = stamp(path, digest)
         paths.append(path)
-    remember(folder, stamps)
+    add_verified(folder, stamps)
     return paths
 
 

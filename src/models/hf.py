@@ -105,9 +105,9 @@ def name_map(config: ModelConfig) -> dict[str, list[str]]:
 class Matrix:
     """A tensor of ours, or one expert's of a stack, and the Hugging Face tensors that form its rows in equal parts."""
 
-    ours: str
+    name: str
     expert: int | None
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
 
 
 def matrices(config: ModelConfig) -> list[Matrix]:

@@ -147,7 +147,7 @@ class MLA(nn.Module):
         self.kurtosis(q_BSx, kv_BSx)
         return self._expanded(q_BSx, kv_BSx, k_rope, rope_2SP, mask)
 
-    def knows_logits(self, device: torch.device, documents: bool) -> bool:
+    def raises_logits(self, device: torch.device, documents: bool) -> bool:
         """Return whether `max_logits` is raised on this device. documents: whether attention stays within documents."""
         if isinstance(self.core, AttentionCore):
             return True

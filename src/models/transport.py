@@ -82,13 +82,13 @@ class SymmetricMemory:
         for one, offset in zip(rows, offsets, strict=True):
             push(one, self._inboxes, sent, offset, self._rank)
         self._handle.barrier(channel=0, timeout_ms=self._wait)
-        came = [
+        received = [
             self._inbox[offset : offset + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
             for one, offset in zip(rows, offsets, strict=True)
         ]
         if not keep:
-            return came
-        return [one.clone() if arriving is None else take(one, arriving) for one in came]
+            return received
+        return [one.clone() if arriving is None else take(one, arriving) for one in received]
 
     def _make(self, size: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem

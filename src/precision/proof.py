@@ -1,7 +1,7 @@
 """Results of the kernels' self-test on this GPU, with this torch, Triton and source.
 
     prove(gpu)      at the start of a run: return the cached result, or run the self-test now, a few seconds
-    recall(gpu)     return the cached result, if there is one
+    cached_proof(gpu)     return the cached result, if there is one
     refused         op: why it runs without kernels here
 
 Where the casts are wrong, `cuda` serves nothing. Where only the GEMMs of linears or only those of experts are wrong, it
@@ -99,14 +99,14 @@ def prove(gpu: Gpu, folder: Path | None = None) -> Proof:
             proof = _read(file, here) or _keep(_run(here), file)
     except OSError as error:  # FileLock's timeout is one
         proof = Proof(here, unproved=f"the self-test was not run: {error}")
-    return _adopt(proof)
+    return _apply(proof)
 
 
-def recall(gpu: Gpu, folder: Path | None = None) -> Proof | None:
+def cached_proof(gpu: Gpu, folder: Path | None = None) -> Proof | None:
     """Return the cached result, if there is one, and apply it."""
     here = Combination.here(gpu)
     proof = _read(_file(here, folder), here)
-    return None if proof is None else _adopt(proof)
+    return None if proof is None else _apply(proof)
 
 
 def latest() -> Proof | None:
@@ -117,7 +117,7 @@ def latest() -> Proof | None:
 _latest: Proof | None = None
 
 
-def _adopt(proof: Proof) -> Proof:
+def _apply(proof: Proof) -> Proof:
     global _latest
     _latest = proof
     refused.clear()

@@ -152,9 +152,9 @@ class Resolver:
             }
             for name, (choice, accumulation) in self._rows.items()
         }
-        return {**self._circumstances(), "rows": rows}
+        return {**self._conditions(), "rows": rows}
 
-    def _circumstances(self) -> dict[str, Any]:
+    def _conditions(self) -> dict[str, Any]:
         return {
             "gpu": None if self._gpu is None else self._gpu.name,
             "backend": self._config.backend.value,
@@ -166,7 +166,7 @@ class Resolver:
         """Return the rows of an earlier start of this run; none if the machine or the settings differ."""
         if saved is None:
             return {}
-        now = self._circumstances()
+        now = self._conditions()
         same = all(saved.get(key) == value for key, value in now.items())
         if self._config.backend is BackendChoice.auto and saved.get("gpu") != now["gpu"]:
             was, here = saved.get("gpu") or "a CPU", now["gpu"] or "a CPU"

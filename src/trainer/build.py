@@ -24,7 +24,7 @@ from trainer.checkpoint import (
     checkpoint_step,
     read,
     read_values,
-    verifying_together,
+    verify_on_all_ranks,
 )
 from trainer.config import Config
 from trainer.config.paths import kept_tree
@@ -46,7 +46,7 @@ from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
 from trainer.run.location import check_place, will_resume
-from trainer.run.resume_source import check_resumable, init_from, made_by
+from trainer.run.resume_source import check_resumable, checkpoint_origin, init_from
 from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
@@ -102,7 +102,7 @@ class Run:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
         self.folder.recreate_if_deleted(step, self.sinks.event)
-        meta = made_by(self.config, self.data.tokenizer_hash)
+        meta = checkpoint_origin(self.config, self.data.tokenizer_hash)
         self.checkpointer.save(step, self.state(), meta, began, self.ladder.streak_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
@@ -122,7 +122,7 @@ class Run:
     def restore(self, path: Path) -> None:
         """Load a checkpoint of this run, which `RunFolder` has verified: each rank reads its own part."""
         rewinds = self.world.on_rank_0(self.ladder.read)
-        state, meta, fresh = self._take_over(path)
+        state, meta, fresh = self._load_training_state(path)
         self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
         self._apply_rewinds()
         self.sinks.load_state_dict(state["sinks"])
@@ -148,10 +148,10 @@ class Run:
                 self.ladder.write(choice, self.sinks.event)
             return choice
 
-        choice = verifying_together(self.world, first, f"rewind{len(self.ladder.rewinds)}")
+        choice = verify_on_all_ranks(self.world, first, f"rewind{len(self.ladder.rewinds)}")
         message = self.ladder.take(choice, step, self.sinks.event)
         assert isinstance(choice, Rewind)
-        self._take_over(self.checkpointer.folder / checkpoint_name(choice.to))
+        self._load_training_state(self.checkpointer.folder / checkpoint_name(choice.to))
         self._apply_rewinds()
         self.sinks.rewind(choice.to)
         self.checkpointer.rewind_to(choice.to)
@@ -159,7 +159,7 @@ class Run:
         self.sinks.event("rollback", step, message, **what)
         return choice.to
 
-    def _take_over(self, path: Path) -> tuple[dict, dict, list[str]]:
+    def _load_training_state(self, path: Path) -> tuple[dict, dict, list[str]]:
         """Load the state of training from a valid checkpoint. Return state and meta as `read` does, and the arena rows
         that start without a history."""
         state, meta = read(path, self.engine.restorable_tensors(), verified=True)

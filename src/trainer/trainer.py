@@ -29,7 +29,7 @@ from trainer.build import Run, build
 from trainer.config import Config
 from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
 from trainer.data import validation_batches
-from trainer.forecast.fits import what_grew
+from trainer.forecast.fits import out_of_memory_message
 from trainer.forecast.memory import forecast
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
@@ -245,7 +245,7 @@ class Trainer:
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
         expected, _ = forecast(at_peak_memory(self.config), e.plan, degrees, float(total))
-        return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
+        return RunError(out_of_memory_message(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for pending writes, and report the run's result."""

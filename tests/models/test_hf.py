@@ -51,9 +51,9 @@ def test_shapes_and_matrices_of_a_model_that_was_not_built(
     found = matrices(config)
     joined: dict[str, list[str]] = {}
     for matrix in found:
-        joined[matrix.ours] = [*joined.get(matrix.ours, []), *matrix.theirs]
+        joined[matrix.name] = [*joined.get(matrix.name, []), *matrix.hf_names]
     assert joined == name_map(config)
-    assert [m.expert for m in found if m.ours == f"layers.{config.num_layers - 1}.moe.experts.down.weight"] == list(
+    assert [m.expert for m in found if m.name == f"layers.{config.num_layers - 1}.moe.experts.down.weight"] == list(
         range(config.num_experts)
     )
 

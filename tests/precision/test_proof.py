@@ -52,9 +52,9 @@ def find(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], unproved: str =
 
 
 def test_a_combination_is_tested_once(tmp_path: Path, runs: list[Combination], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert proof.recall(H200, tmp_path) is None and proof.latest() is None
+    assert proof.cached_proof(H200, tmp_path) is None and proof.latest() is None
     assert all(proof.prove(H200, tmp_path).is_proved for _ in range(2)) and len(runs) == 1
-    assert proof.recall(H200, tmp_path) == proof.latest() == Proof(runs[0], seconds=1.5)
+    assert proof.cached_proof(H200, tmp_path) == proof.latest() == Proof(runs[0], seconds=1.5)
     proof.prove(Gpu("NVIDIA H100", (9, 0)), tmp_path)
     monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")
     proof.prove(H200, tmp_path)

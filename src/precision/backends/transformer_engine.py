@@ -91,7 +91,7 @@ class TransformerEngineGemm:
         rows = plain.reshape(-1, plain.shape[-1]).to(torch.bfloat16).contiguous()
         if self._fp8 and not self._has_history:
             self._note(0, absolute_max(rows))
-        weights = _Lend.apply(master, self)
+        weights = _ComputeWeights.apply(master, self)
         y = self._linear(rows, weights[0]) if offsets is None else self._grouped(rows, weights, offsets)
         if self._fp8 and not self._has_history and y.requires_grad:
             y = _RecordGradientAmax.apply(y, self)
@@ -120,12 +120,12 @@ class TransformerEngineGemm:
             self._first = False
         return y
 
-    def lend(self) -> tuple[Tensor, ...]:
+    def compute_weights(self) -> tuple[Tensor, ...]:
         """Return the compute weight of each group, sharing its memory."""
         assert self.weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
         return tuple(part.detach() for part in (self.weight.unbind() if self.weight.dim() == 3 else (self.weight,)))
 
-    def look_at_gradient(self, dy: Tensor) -> None:
+    def record_gradient_amax(self, dy: Tensor) -> None:
         """Record the output gradient's amax, which TE does not report."""
         self._note(2, absolute_max(dy))
 
@@ -194,13 +194,13 @@ class TransformerEngineGemm:
                 self._module.init_fp8_metadata(num_gemms=groups or 1)
 
 
-class _Lend(torch.autograd.Function):
+class _ComputeWeights(torch.autograd.Function):
     """master [(G,) N, K] -> its compute weights, one per group; their gradients become one tensor of its dtype."""
 
     @staticmethod
     def forward(ctx, master: Tensor, gemm: TransformerEngineGemm) -> tuple[Tensor, ...]:
         ctx.shape, ctx.dtype, ctx.device = master.shape, master.dtype, master.device
-        return gemm.lend()
+        return gemm.compute_weights()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -219,7 +219,7 @@ class _RecordGradientAmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        ctx.gemm.look_at_gradient(grads[0])
+        ctx.gemm.record_gradient_amax(grads[0])
         return grads[0], None
 
 

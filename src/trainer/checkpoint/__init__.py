@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
     set_aside_after,
     verify_checkpoint,
-    verifying_together,
+    verify_on_all_ranks,
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
@@ -41,5 +41,5 @@ __all__ = [
     "saved_shapes",
     "set_aside_after",
     "verify_checkpoint",
-    "verifying_together",
+    "verify_on_all_ranks",
 ]

@@ -72,7 +72,7 @@ def _check_name(path: Path) -> None:
         raise DamagedCheckpoint(f"{path} holds step {saved} under the name of step {named}; {fix}")
 
 
-def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -> T:
+def verify_on_all_ranks(world: "World", ask: Callable[[Verify], T], named: str) -> T:
     """Return on every rank what `ask(check)` returns on rank 0. `check` is `verify_checkpoint` by all ranks, each of
     which reads its share of the files. A collective; named: as for `World.on_rank_0`."""
 

@@ -1,6 +1,6 @@
 """The config of a run: schema, loading, and differences. Imports nothing else of `trainer`."""
 
-from trainer.config.load import RECIPE, load, meant_by, unknown_key
+from trainer.config.load import RECIPE, load, suggestion_for, unknown_key
 from trainer.config.schema import Dispatch, PipelineSchedule, Recompute, Switch
 from trainer.config.sections import (
     CheckpointConfig,
@@ -62,6 +62,6 @@ __all__ = [
     "WandbConfig",
     "WandbMode",
     "load",
-    "meant_by",
+    "suggestion_for",
     "unknown_key",
 ]

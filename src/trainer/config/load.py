@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from precision.errors import UserError
-from trainer.config.other_frameworks import known_as
+from trainer.config.other_frameworks import octet_key
 from trainer.config.schema import ELSEWHERE, fit, generic, keys_of, nearest, shown
 from trainer.config.sections import Config
 from trainer.config_diff import printable
@@ -39,7 +39,7 @@ def unknown_key(key: str, value: Any) -> str:
     parent = wrong.rpartition(".")[0]
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
     same_name = [k for k in keys if k.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    meant = same_name[0] if len(same_name) == 1 else known_as(wrong)  # optim.max_steps
+    meant = same_name[0] if len(same_name) == 1 else octet_key(wrong)  # optim.max_steps
     meant = meant or nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys, ELSEWHERE)
     problem = f"{key}={shown(printable(key, value))}: there is no such key"
     if wrong.partition(".")[0] == RECIPE:
@@ -53,11 +53,11 @@ def unknown_key(key: str, value: Any) -> str:
     return f"{problem}; the sections are {', '.join(k for k in keys if '.' not in k)}"
 
 
-def meant_by(name: str) -> str | None:
+def suggestion_for(name: str) -> str | None:
     """Return the key or recipe that `name` probably misspells, or None."""
     keys = keys_of(Config)
     values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes no value
     if name in keys:  # a section whose config can be chosen: model=NAME
         return name
-    meant = known_as(name) or nearest(name, [*values, RECIPE], ELSEWHERE)
+    meant = octet_key(name) or nearest(name, [*values, RECIPE], ELSEWHERE)
     return f"+{RECIPE}" if meant == RECIPE else meant

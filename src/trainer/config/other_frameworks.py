@@ -45,7 +45,7 @@ KEYS = {
 OURS = {name: key for key, names in KEYS.items() for name in names.split()}
 
 
-def known_as(name: str) -> str | None:
+def octet_key(name: str) -> str | None:
     """Return the key for a name of another framework, or None."""
     name = name.replace("-", "_")
     return OURS.get(name) or OURS.get(name.rpartition(".")[2])

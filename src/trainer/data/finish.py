@@ -15,7 +15,7 @@ from trainer.data.records import SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.sources import Reader
 from trainer.data.tokenizer import file_hash
-from trainer.data.verified import remember
+from trainer.data.verified import add_verified
 from trainer.digests import write_signed
 from trainer.files import TEMPORARY
 
@@ -77,7 +77,7 @@ def finish(
         stamps["train.bin"] = stamps[train[0]]
     held_out = [file for files in validation.values() for file in files]
     listed = [*(train if len(train) > 1 else ["train.bin"]), *held_out]
-    remember(packing.folder, {name: stamps[name] for name in listed})
+    add_verified(packing.folder, {name: stamps[name] for name in listed})
     splits = [Bins.open([packing.folder / name for name in names], tokenizer_hash) for names in (train, held_out)]
     listing = {
         "format": FORMAT,

@@ -55,7 +55,7 @@ def stamp(path: Path | int, sha256: str) -> Stamp:
     return status.st_size, status.st_mtime_ns, sha256
 
 
-def remember(folder: Path, stamps: dict[str, Stamp]) -> None:
+def add_verified(folder: Path, stamps: dict[str, Stamp]) -> None:
     """Add complete files of a folder to its list. Raises OSError if it cannot be written."""
     write_signed(folder / VERIFIED, {"files": {**_known(folder), **stamps}})
 
@@ -113,7 +113,7 @@ def _damage(shard: Shard) -> str | None:
 def _remember(shards: Sequence[Shard]) -> None:
     for folder in {shard.path.parent for shard in shards}:
         try:
-            remember(folder, {shard.path.name: _stamp(shard) for shard in shards if shard.path.parent == folder})
+            add_verified(folder, {shard.path.name: _stamp(shard) for shard in shards if shard.path.parent == folder})
         except OSError as error:
             why = f"cannot be written ({error.strerror}), so these bins are hashed again at each start"
             warnings.warn(f"{folder / VERIFIED}: {why}; make the folder writable once", stacklevel=2)

@@ -78,7 +78,7 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     return f"{enough} such GPUs hold it (scripts/plan_parallelism.py --gpus {enough}), or choose a smaller model"
 
 
-def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
+def out_of_memory_message(forecast: dict[str, float], allocated: float, total: float) -> str:
     """Return the message for a full GPU of `total` bytes with `allocated` in use: the category that grew, and what
     helps.
 

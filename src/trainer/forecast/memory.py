@@ -125,7 +125,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
-        memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
+        memory |= _at_peak(plan, degrees, memory["activations"], masters)
     gathered_weights, largest, communication = {}, 0.0, 0.0  # bytes in FP32 of what a rank gathers, by part
     if degrees.world > 1:
         gathered_weights = _gathered_weights(plan, degrees, config=config.model)
@@ -232,7 +232,7 @@ def _block_of(name: str) -> str:
     return f"{kind}.{rest.partition('.')[0]}" if kind in ("layers", "mtp") else ""
 
 
-def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: float) -> dict[str, float]:
+def _at_peak(plan: Plan, degrees: Degrees, activations: float, gradients: float) -> dict[str, float]:
     """Return activations and gradients of one microbatch at the peak of their sum: in the backward pass of a block, or
     after all gradients are made. Assumes that all blocks save the same amount."""
     sizes: dict[str, float] = defaultdict(float)

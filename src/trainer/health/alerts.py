@@ -197,9 +197,9 @@ class Alerts:
                 said.clear()
         self._last = step
         named = None if tensors is None else {**tensors, "names": self._names}
-        return [alert for rule in rules if (alert := self._news(rule, step, rule.see(step, metrics, named)))]
+        return [alert for rule in rules if (alert := self._combined(rule, step, rule.see(step, metrics, named)))]
 
-    def _news(self, rule: Rule, step: int, wrong: list[Alert] | None) -> Alert | None:
+    def _combined(self, rule: Rule, step: int, wrong: list[Alert] | None) -> Alert | None:
         """Return one alert for everything new in `wrong`, or None."""
         if wrong is None:
             return None

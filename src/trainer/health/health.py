@@ -77,7 +77,7 @@ class Health:
         self._parameters = shadow.module_names(engine)
         self._casts, self._kurtosis = Casts(self.rows, engine.device), BlockKurtosis(blocks)
         documents = engine.model.end_of_text is not None
-        self._logits = blocks[0][1].attn.knows_logits(engine.device, documents)
+        self._logits = blocks[0][1].attn.raises_logits(engine.device, documents)
         self._sampled = False
         self._seen: dict[str, Tensor] = {}
 

@@ -249,8 +249,8 @@ def find_gpus(config: PowerConfig, world: World) -> MeteredGpus:
         if config.enabled is Switch.true:
             raise UserError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
     first = {uuid: rank for rank, (uuid, _) in reversed(list(enumerate(uuids))) if uuid}
-    mine = gpu if gpu is not None and world.rank in first.values() else None
-    return MeteredGpus(mine, sorted(first.values()), not missing, problem)
+    own = gpu if gpu is not None and world.rank in first.values() else None
+    return MeteredGpus(own, sorted(first.values()), not missing, problem)
 
 
 class PowerMeter:
@@ -292,8 +292,8 @@ class PowerMeter:
         """
         if not self._found.ranks:
             return {}
-        mine = self._sampler.take() if self._sampler is not None else Reading()
-        readings = self.readings = [Reading(*row) for row in self._world.gather_numbers(mine.row())]
+        own = self._sampler.take() if self._sampler is not None else Reading()
+        readings = self.readings = [Reading(*row) for row in self._world.gather_numbers(own.row())]
         for rank in self._found.ranks:
             if readings[rank].lost and rank not in self._lost:
                 self._lost.add(rank)

@@ -63,9 +63,9 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
         products = torch.stack([ours.dot(ours), theirs.dot(theirs), ours.dot(theirs)])
         sums[place[name]] = products.double() / copies(parameter)
 
-    with second_pass.off_record(engine):
+    with second_pass.without_side_effects(engine):
         loss = second_pass.run(engine, tokens, batch, keep).lm
-    with second_pass.off_record(engine), ExitStack() as meanwhile:
+    with second_pass.without_side_effects(engine), ExitStack() as meanwhile:
         if engine.world.is_distributed:
             from trainer.parallel.fsdp import unquantised
 

@@ -222,12 +222,12 @@ def _explain_option(usage: str) -> str:
     _, unknown, words = problem.partition("unrecognized arguments: ")
     if not unknown:
         return f"{problem.removeprefix('argument ')}; see --hydra-help"
-    from trainer.config import meant_by
+    from trainer.config import suggestion_for
 
     option = next((word for word in words.split() if word.startswith("-")), None)
     if option is None:
         return f"{words}: an option stands between KEY=VALUE arguments; write options such as -m first"
-    meant = meant_by(option.lstrip("-").partition("=")[0])
+    meant = suggestion_for(option.lstrip("-").partition("=")[0])
     hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list the options"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
 

@@ -10,7 +10,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
     """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
-    from trainer.config import meant_by
+    from trainer.config import suggestion_for
     from trainer.config.schema import ELSEWHERE, nearest
 
     text = str(error)
@@ -20,7 +20,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
         if not equals:
-            fix = f"write {meant_by(key) or 'KEY'}=VALUE"
+            fix = f"write {suggestion_for(key) or 'KEY'}=VALUE"
         elif value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
             fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"

@@ -93,9 +93,9 @@ class World:
             return [row]
         import torch.distributed as dist
 
-        mine = torch.tensor(row, dtype=torch.float64)
-        box = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(box, mine)  # on the CPU: by gloo
+        local = torch.tensor(row, dtype=torch.float64)
+        box = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(box, local)  # on the CPU: by gloo
         return [each.tolist() for each in box]
 
     def barrier(self) -> None:

@@ -65,7 +65,7 @@ def printable_text(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def what_next(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> list[tuple[str, str]]:
+def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> list[tuple[str, str]]:
     """Return commands with their purposes. length: of the run, that had so many steps. launch: of its processes; the
     launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
@@ -91,7 +91,8 @@ def ending(summary: "Summary", run: "Run", launch: Launch) -> str:
         text = sample(run, run.config.eval.sample).splitlines()
         lines += ["It writes (eval.sample):", *(f"    {line}" for line in text), ""]
     lines += [
-        f"{what:<18} {command}" for what, command in what_next(summary.folder, run.config.trainer, summary.step, launch)
+        f"{what:<18} {command}"
+        for what, command in next_commands(summary.folder, run.config.trainer, summary.step, launch)
     ]
     return "\n".join(lines)
 

@@ -163,27 +163,27 @@ def plain_model(model: ModelConfig) -> dict[str, Any]:
 def _units(config: ModelConfig, plain: torch.dtype, quantizer: Quantizer | None) -> Iterator[Unit]:
     known, copied = shapes(config), dict[str, Matrix]()
     for matrix in matrices(config):
-        copied[matrix.theirs[0]] = matrix
-        yield _unit(matrix, known[matrix.ours], plain, quantizer)
+        copied[matrix.hf_names[0]] = matrix
+        yield _unit(matrix, known[matrix.name], plain, quantizer)
     for copy, original in mtp_copies(config):
-        matrix = replace(copied[original], theirs=(copy,))
-        yield _unit(matrix, known[matrix.ours], plain, quantizer)
+        matrix = replace(copied[original], hf_names=(copy,))
+        yield _unit(matrix, known[matrix.name], plain, quantizer)
 
 
 def _unit(matrix: Matrix, shape: tuple[int, ...], plain: torch.dtype, quantizer: Quantizer | None) -> Unit:
     whole = shape if matrix.expert is None else shape[1:]
-    part = (whole[0] // len(matrix.theirs), *whole[1:])
+    part = (whole[0] // len(matrix.hf_names), *whole[1:])
     if quantizer is None or not quantizer.is_fp8(matrix):
-        dtype = torch.float32 if matrix.ours.endswith(".bias") else plain
-        return Unit(matrix, [Entry(name, dtype, part) for name in matrix.theirs], [])
-    weights = [Entry(name, torch.float8_e4m3fn, part) for name in matrix.theirs]
-    scales = [Entry(name + SCALE_SUFFIX, torch.float32, grid_shape(part)) for name in matrix.theirs]
+        dtype = torch.float32 if matrix.name.endswith(".bias") else plain
+        return Unit(matrix, [Entry(name, dtype, part) for name in matrix.hf_names], [])
+    weights = [Entry(name, torch.float8_e4m3fn, part) for name in matrix.hf_names]
+    scales = [Entry(name + SCALE_SUFFIX, torch.float32, grid_shape(part)) for name in matrix.hf_names]
     return Unit(matrix, weights, scales)
 
 
 def _move(unit: Unit, saved: SavedTensors, file: "_File", quantizer: Quantizer | None) -> None:
     """Read a matrix a few rows at a time, convert them, and write them to their place."""
-    name, expert = f"model/{unit.matrix.ours}", unit.matrix.expert
+    name, expert = f"model/{unit.matrix.name}", unit.matrix.expert
     for i, weight in enumerate(unit.weights):
         height, width = weight.shape[0], prod(weight.shape[1:])
         for rows in row_steps(height, width):

@@ -140,14 +140,14 @@ class RunQuantizer:
 
     def _scale_of_tensor(self, matrix: Matrix) -> Tensor:
         """Return the one scale of a matrix, from its history, else from its own amax; 0-d."""
-        key = matrix.ours, matrix.expert
+        key = matrix.name, matrix.expert
         if key not in self._scales:
             name = _row(matrix)
             slot, scaling = self._layers[name].weight_slot, self._scaling[name]
             assert slot is not None and slot.scale is not None
             known = slot.scale if matrix.expert is None else slot.scale[matrix.expert]
             if scaling.method is Method.current or not known > 0:
-                stored = f"model/{matrix.ours}"
+                stored = f"model/{matrix.name}"
                 height, width = self._saved.shape(stored)[-2:]
                 parts = (self._saved.rows(stored, matrix.expert, rows) for rows in row_steps(height, width))
                 amax = torch.stack([absolute_max(part.to(torch.bfloat16)) for part in parts]).amax()
@@ -176,11 +176,11 @@ class KeptQuantizer:
 
     def is_fp8(self, matrix: Matrix) -> bool:
         """Return whether it came in FP8."""
-        return matrix.theirs[0] in self._scales
+        return matrix.hf_names[0] in self._scales
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise with the old scales: numbers get their old codes, although FP32 has rounded the products."""
-        scale_inv = self._scales[matrix.theirs[part]][rows.start // TILE : -(-rows.stop // TILE)]
+        scale_inv = self._scales[matrix.hf_names[part]][rows.start // TILE : -(-rows.stop // TILE)]
         scale = torch.where(scale_inv == 0, 0.0, scale_inv.reciprocal())
         return saturating_cast(master, spread(scale, *master.shape), E4M3), scale_inv
 
@@ -189,9 +189,9 @@ def listed(matrix: Matrix) -> list[str]:
     """Return the modules of a matrix that is not FP8 but that a loader of FP8 would take for it."""
     name = _row(matrix)
     if ".experts." in name:
-        return [matrix.theirs[0].partition(".experts.")[0] + ".experts"]
+        return [matrix.hf_names[0].partition(".experts.")[0] + ".experts"]
     plain = name.endswith(("norm", "embed", ".moe.router", ".moe.gate.bias"))
-    return [] if plain else [theirs.removesuffix(".weight") for theirs in matrix.theirs]
+    return [] if plain else [theirs.removesuffix(".weight") for theirs in matrix.hf_names]
 
 
 def _experts(name: str) -> set[str]:
@@ -202,4 +202,4 @@ def _experts(name: str) -> set[str]:
 
 def _row(matrix: Matrix) -> str:
     """Return the name of the matrix's row in the plan, if it has one."""
-    return matrix.ours.removesuffix(".weight")
+    return matrix.name.removesuffix(".weight")

@@ -171,8 +171,8 @@ def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
     known = shapes(model)
     wanted: list[str] = []
     for matrix in matrices(model):
-        part = _part_shape(matrix, known[matrix.ours])
-        for name in matrix.theirs:
+        part = _part_shape(matrix, known[matrix.name])
+        for name in matrix.hf_names:
             if name not in have:
                 raise UserError(f"{folder.folder}: lacks {name}; fetch the folder again, all files of it")
             wanted.append(name)
@@ -213,7 +213,7 @@ def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
 def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of each source tensor in a matrix of ours."""
     whole = shape if matrix.expert is None else shape[1:]
-    return whole[0] // len(matrix.theirs), *whole[1:]
+    return whole[0] // len(matrix.hf_names), *whole[1:]
 
 
 def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
@@ -251,15 +251,15 @@ def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[
     pieces = _Pieces()
     known = shapes(model)
     for matrix in matrices(model):
-        shape = known[matrix.ours]
+        shape = known[matrix.name]
         height, *width = _part_shape(matrix, shape)
         above = [] if matrix.expert is None else [matrix.expert]
-        for i, name in enumerate(matrix.theirs):
+        for i, name in enumerate(matrix.hf_names):
             for rows in row_steps(height, prod(width)):
                 offsets = [*above, i * height + rows.start, *(0 for _ in width)]
                 sizes = [*(1 for _ in above), rows.stop - rows.start, *width]
                 box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                pieces.add(f"model/{matrix.ours}", shape, box, partial(_rows, folder, name, rows))
+                pieces.add(f"model/{matrix.name}", shape, box, partial(_rows, folder, name, rows))
     state: dict[str, Any] = {"model": {name: torch.empty(shape, device="meta") for name, shape in known.items()}}
     if scaled:
         state[SCALES] = {}

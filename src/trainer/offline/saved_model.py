@@ -21,7 +21,7 @@ from models import DeepSeek
 from precision import Plan, bind, refresh_weights
 from precision.errors import UserError
 from precision.hardware import detect
-from precision.proof import recall
+from precision.proof import cached_proof
 from trainer.checkpoint import (
     DamagedCheckpoint,
     checkpoint_name,
@@ -98,7 +98,7 @@ def open_run(
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     saved = saved_backends(folder, checkpoint_step(checkpoint)) if precision is None else None
     if (gpu := detect(device)) is not None:
-        recall(gpu)
+        cached_proof(gpu)
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)

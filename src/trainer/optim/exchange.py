@@ -65,12 +65,12 @@ def fragment(run: Run, layout: Layout, number: int) -> Fragment:
 class Round:
     """One rank's share of a round, each list in the order of its messages.
 
-    here: the rows of the round's matrices that this rank holds. mine: the runs that it owns. sends, receives: by rank,
+    here: the rows of the round's matrices that this rank holds. owned: the runs that it owns. sends, receives: by rank,
     rows of others' matrices, and others' rows of its own. returns: the rows of its own matrices that others need.
     """
 
     here: list[Fragment] = field(default_factory=list)
-    mine: list[Run] = field(default_factory=list)
+    owned: list[Run] = field(default_factory=list)
     sends: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
     returns: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
@@ -81,7 +81,7 @@ class Round:
         parts = layout.parts[run.first : run.last]
         replica = next(part.ranks.index(run.owner) for part in parts if run.owner in part.ranks)
         if run.owner == rank:
-            self.mine.append(run)
+            self.owned.append(run)
         for number, part in enumerate(parts, run.first):
             if run.owner != rank and rank not in part.ranks:
                 continue

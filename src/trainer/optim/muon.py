@@ -144,12 +144,14 @@ class Muon(Optimizer):
         if number >= len(self._rounds):
             return None
         this, device = self._rounds[number], step.lr.device
-        ready = [(batch, self._buffer(batch, device)) for batch in batches(this.mine, AT_ONCE)]
+        ready = [(batch, self._buffer(batch, device)) for batch in batches(this.owned, AT_ONCE)]
         matrices = {run: slot for batch, x in ready for run, slot in slots(batch, x)}
         packing = Packing(this.sends, self._dtype, device)
         for rows in this.here:
-            mine = matrices.get(rows.run)
-            self._advance(step, rows, packing.slots.get((rows.run.owner, rows)) if mine is None else rows.within(mine))
+            whole = matrices.get(rows.run)
+            self._advance(
+                step, rows, packing.slots.get((rows.run.owner, rows)) if whole is None else rows.within(whole)
+            )
         return RoundInFlight(this, ready, matrices, packing.send(this.receives, self._ranks, self._group))
 
     def _send_back(self, coming: RoundInFlight) -> RoundInFlight:
@@ -168,8 +170,8 @@ class Muon(Optimizer):
         """Apply the updates of a round to the rows of this rank."""
         arrived = back.parcel.open()
         for rows in back.round.here:
-            mine = back.matrices.get(rows.run)
-            self._apply(step, rows, arrived[rows] if mine is None else rows.within(mine))
+            whole = back.matrices.get(rows.run)
+            self._apply(step, rows, arrived[rows] if whole is None else rows.within(whole))
 
     def _buffer(self, batch: list[Run], device: torch.device) -> Tensor:
         """Return an empty buffer for its matrices, [matrices, m, n]."""
@@ -213,10 +215,10 @@ class Muon(Optimizer):
         return torch.zeros_like(self._parts[name]) if gradient is None else local(gradient)
 
     def _norms_of_parts(self) -> Tensor:
-        mine = [self._parts[name].detach() for name in self._layouts]
+        parts = [self._parts[name].detach() for name in self._layouts]
         none = self._lr.new_zeros((), dtype=torch.float64)
         moved = torch.stack([sum((s.double().sum() for s in kept.values()), none) for kept in self._squares.values()])
-        own = torch.stack([moved.sqrt(), torch.stack(foreach_norm(mine)).double()])
+        own = torch.stack([moved.sqrt(), torch.stack(foreach_norm(parts)).double()])
         norms = own.new_zeros(2, len(self._momentum)).index_copy_(1, self._muon_place, own)
         return torch.cat([super()._norms_of_parts(), norms], 1)
 
@@ -234,8 +236,8 @@ def canonical(run: Run) -> tuple[int, int]:
 
 def slots(batch: list[Run], x: Tensor) -> Iterator[tuple[Run, Tensor]]:
     """Yield each run with its matrices [matrices, A, B] in x [matrices of all, m, n]."""
-    for run, mine in zip(batch, x.split([run.count for run in batch]), strict=True):
-        yield run, mine.mT if run.box.rows > run.box.columns else mine
+    for run, x_run in zip(batch, x.split([run.count for run in batch]), strict=True):
+        yield run, x_run.mT if run.box.rows > run.box.columns else x_run
 
 
 def batches(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:

@@ -63,7 +63,7 @@ class QKClip:
 
 def check_qk_clip(config: Config, model: DeepSeek, device: torch.device) -> None:
     """Raise UserError if attention on this device returns nothing that `optim.qk_clip` could use."""
-    if not model.iter_blocks()[0][1].attn.knows_logits(device, config.trainer.document_masking):
+    if not model.iter_blocks()[0][1].attn.raises_logits(device, config.trainer.document_masking):
         why = "attention on this GPU, in this format, returns no log-sum-exp to bound logits with (docs/optimizers.md)"
         raise UserError(f"optim.qk_clip={config.optim.qk_clip}: {why}; set optim.qk_clip=null")
 
@@ -71,8 +71,8 @@ def check_qk_clip(config: Config, model: DeepSeek, device: torch.device) -> None
 def _own(core: int, weight: Tensor) -> _Rows:
     view = shard_view(weight)
     first = view.offsets[0] if isinstance(view, ShardView) else 0
-    mine = torch.empty(0) if weight.is_meta else local(weight)  # meta: of another pipeline stage
-    return _Rows(mine, core, slice(first, first + len(mine)))
+    part = torch.empty(0) if weight.is_meta else local(weight)  # meta: of another pipeline stage
+    return _Rows(part, core, slice(first, first + len(part)))
 
 
 def _by_row(factors: tuple[Tensor, Tensor], widths: tuple[int, int]) -> Tensor:

@@ -103,14 +103,14 @@ class Diagnosis:
 
     def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
         """Return the place of origin, and its rank and microbatch if one shows it."""
-        mine = None
+        own = None
         if self._engine.pipelined is not None:  # microbatches of a rank overlap: the bad one is unknown
             return int(verdict.place), None
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
             place = self._guard.first_place(evidence.own[microbatch], evidence.loss[microbatch, None])
             assert place is not None
-            mine = microbatch, place
-        found = [(*theirs, rank) for rank, theirs in enumerate(self._world.gather(mine)) if theirs is not None]
+            own = microbatch, place
+        found = [(*theirs, rank) for rank, theirs in enumerate(self._world.gather(own)) if theirs is not None]
         if not found:
             return int(verdict.place), None
         microbatch, place, rank = min(found)
@@ -225,7 +225,7 @@ class Diagnosis:
         """Run the microbatch again, each rank its own of that number. Return None if memory does not suffice."""
         own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
         tokens = self._loader.gather(own)
-        mine = None
+        second = None
         if self._engine.injector is not None:
             self._engine.injector.data(served)
         try:
@@ -240,12 +240,12 @@ class Diagnosis:
                 at = seen.rows.get(re.sub(r":weight\.\d+$", ":weight", self._arena.names[row]))
             if row is None and seen.losses is not None:  # the loss: one number
                 bad = int(not math.isfinite(float(seen.losses.total)))
-                mine = SecondRun(bad, 1, None, seen.bad_sequences)
+                second = SecondRun(bad, 1, None, seen.bad_sequences)
             elif at is not None and at.not_finite:
-                mine = SecondRun(at.not_finite, at.elements, at.saturated, seen.bad_sequences)
+                second = SecondRun(at.not_finite, at.elements, at.saturated, seen.bad_sequences)
             else:
-                mine = SecondRun(0, 0, None, [])
-        return self._world.gather(mine)[origin.rank]
+                second = SecondRun(0, 0, None, [])
+        return self._world.gather(second)[origin.rank]
 
 
 def tokens_of(loader: Loader, numbers: np.ndarray) -> list[list[int]]:

@@ -34,7 +34,7 @@ from precision.observe import observing
 from precision.scaling import absolute_max
 from trainer.health.casts import ELEMENTS, SATURATED, UNDERFLOWN, Rows, cast_sums
 from trainer.parallel.shard_views import local
-from trainer.step.second_pass import off_record, run
+from trainer.step.second_pass import run, without_side_effects
 
 if TYPE_CHECKING:
     from trainer.step.engine import Engine
@@ -160,7 +160,7 @@ def probe_microbatch(
     """
     probe = NonfiniteProbe(engine, len(tokens), keep)
     injector = engine.injector
-    with off_record(engine):
+    with without_side_effects(engine):
         if injector is not None and faults:
             injector.before(step, microbatch)
         try:

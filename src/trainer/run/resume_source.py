@@ -19,7 +19,7 @@ from trainer.checkpoint import (
     read,
     read_meta,
     saved_shapes,
-    verifying_together,
+    verify_on_all_ranks,
 )
 from trainer.config import Config, OptimConfig, OptimizerName, load
 from trainer.config.paths import kept_tree
@@ -55,7 +55,7 @@ def _optimizer(o: OptimConfig) -> dict:
     return {"name": o.name.value} | {f"muon.{k}": v.value if isinstance(v, Enum) else v for k, v in muon.items()}
 
 
-def made_by(config: Config, tokenizer_hash: str) -> dict:
+def checkpoint_origin(config: Config, tokenizer_hash: str) -> dict:
     """Return a checkpoint's origin for its meta, which its manifest covers: the whole config, without secrets, and the
     SHA-256 of tokenizer.json. Evaluation, export and replay trust it instead of the run folder."""
     return {**identity(config), "config": without_secrets(kept_tree(config), None), "tokenizer": tokenizer_hash}
@@ -99,7 +99,7 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
 
-    checkpoint = verifying_together(
+    checkpoint = verify_on_all_ranks(
         world, lambda verify: find_checkpoint(path, "run.init_from", note, verify), "init_from"
     )
     _check_tensors(ours, checkpoint, path)

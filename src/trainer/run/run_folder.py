@@ -45,7 +45,7 @@ from trainer.checkpoint import (
     read_meta,
     set_aside_after,
     verify_checkpoint,
-    verifying_together,
+    verify_on_all_ranks,
 )
 from trainer.config.paths import NO_PATHS, kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
@@ -167,7 +167,7 @@ class RunFolder:
                 opened.append(ours)
                 return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
 
-            answer = verifying_together(world, first, "opened")
+            answer = verify_on_all_ranks(world, first, "opened")
             on_error.pop_all()
         return opened[0] if opened else cls._opened_by_another(*answer)
 

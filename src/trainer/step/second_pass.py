@@ -37,7 +37,7 @@ OnGradient = Callable[[str, nn.Parameter], None]
 
 
 @contextmanager
-def off_record(engine: Engine) -> Iterator[None]:
+def without_side_effects(engine: Engine) -> Iterator[None]:
     """Undo the effects of the passes inside. Only between two steps. A collective if there are several ranks."""
     maxima = engine.arena.amax, engine.arena.max_logits
     before = [each.clone() for each in maxima]
@@ -55,8 +55,8 @@ def off_record(engine: Engine) -> Iterator[None]:
 
 
 def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> Losses:
-    """Run forward and backward of this rank's tokens [b, S + 1], inside `off_record`. Return the detached losses of
-    these tokens.
+    """Run forward and backward of this rank's tokens [b, S + 1], inside `without_side_effects`. Return the detached
+    losses of these tokens.
 
     batch: sequences of a step, of all ranks. Gradients are scaled as in a step of `batch` sequences, of which these are
     b, so that they fit the scales of earlier steps. Gradients of shared weights are added up over the ranks. A loss

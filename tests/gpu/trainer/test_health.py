@@ -83,7 +83,7 @@ def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> N
     assert not unseen, "every tensor in FP8"
 
     whole = Casts(rows, e.device)
-    with second_pass.off_record(e), observing(whole):
+    with second_pass.without_side_effects(e), observing(whole):
         for part in tokens.split(4):
             second_pass.run(e, part, BATCH, lambda name, parameter: setattr(parameter, "grad", None))
     theirs = whole._parts.sum(1)

@@ -45,11 +45,11 @@ def test_the_exported_fp8_is_what_the_gpu_computes_with(
     layers = {n: m for n, m in e.model.named_modules() if isinstance(m, Linear | GroupedLinear) and m.recipe.is_fp8}
     assert any(layer.recipe.backend == "cuda" for layer in layers.values())
     for matrix in matrices(cfg.model):
-        layer = layers.get(matrix.ours.removesuffix(".weight"))
+        layer = layers.get(matrix.name.removesuffix(".weight"))
         if layer is None:
             continue
         assert layer.operand is not None
         data = layer.operand.data.cpu().contiguous()
         data = data if matrix.expert is None else data[matrix.expert]
-        exported = torch.cat([found[name].view(torch.uint8) for name in matrix.theirs])
+        exported = torch.cat([found[name].view(torch.uint8) for name in matrix.hf_names])
         assert torch.equal(exported, data.view(torch.uint8)), matrix

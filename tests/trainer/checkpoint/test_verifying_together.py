@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import manifest, newest_checkpoint, verifying_together
+from trainer.checkpoint import manifest, newest_checkpoint, verify_on_all_ranks
 from trainer.checkpoint.manifest import STATE, write_file, write_manifest
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World, init
@@ -49,7 +49,7 @@ def scene(world: World, out: Path) -> dict[str, Any]:
     world.barrier()
     plain = manifest._sha256
     manifest._sha256 = lambda path: (read.append(f"{path.parent.name}/{path.name}"), plain(path))[1]
-    found = verifying_together(
+    found = verify_on_all_ranks(
         world,
         lambda check: newest_checkpoint(
             folder, lambda kind, step, message, **_: events.append((step, message)), check=check

@@ -22,7 +22,7 @@ import precision.config
 import trainer.config
 import trainer.config.data
 from precision.config import Precision
-from trainer.config import Config, InjectPlace, Schedule, Switch, load, meant_by, unknown_key
+from trainer.config import Config, InjectPlace, Schedule, Switch, load, suggestion_for, unknown_key
 from trainer.config.other_frameworks import KEYS, OURS
 from trainer.config.schema import keys_of, nearest
 from trainer.forecast.preflight import check
@@ -230,4 +230,4 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
     assert set(KEYS) <= set(keys_of(Config)) and not set(OURS) & set(keys_of(Config))
     assert sum(len(names.split()) for names in KEYS.values()) == len(OURS)  # none is listed twice
     assert "did you mean trainer.max_steps?" in unknown_key("training.steps", 10)
-    assert meant_by("tensor-model-parallel-size") == "parallel.tensor" and meant_by("model") == "model"
+    assert suggestion_for("tensor-model-parallel-size") == "parallel.tensor" and suggestion_for("model") == "model"

@@ -13,7 +13,7 @@ from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
 from trainer.forecast.dry_run import report
-from trainer.forecast.fits import what_grew
+from trainer.forecast.fits import out_of_memory_message
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
 from trainer.forecast.preflight import check, with_fitting_microbatch, without_effect
@@ -312,7 +312,7 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
     made = config()
     forecast = dict.fromkeys(forecast_memory(made, check(made)), 0.0)
     forecast |= {"parameters": 5.0 * 2**30, "optimizer": 15.0 * 2**30, "activations": 8.0 * 2**30}
-    message = what_grew(forecast, in_use * 2**30, 80.0 * 2**30)
+    message = out_of_memory_message(forecast, in_use * 2**30, 80.0 * 2**30)
     assert message.startswith(f"out of GPU memory: {in_use:.1f} of 80.0 GiB in use") and "\n" not in message
     assert re.search(says, message)
 

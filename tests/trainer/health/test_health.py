@@ -106,7 +106,7 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
     train_step(engine, 1, tokens, 2)
     health = Health(replace(made.health, every=1), engine, lambda entry: None, 4, 2)
     whole = Casts(health.rows, CPU)
-    with second_pass.off_record(engine), observing(whole):
+    with second_pass.without_side_effects(engine), observing(whole):
         for microbatch in tokens.split(2):
             second_pass.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
     weights = torch.tensor([name.endswith(":weight") for name in health.rows.names])

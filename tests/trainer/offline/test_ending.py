@@ -15,7 +15,7 @@ from models.generate import Sampling, generate
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
 from trainer.launch.launcher import Launch
-from trainer.offline.ending import TEMPERATURE, TOP_P, ending, printable_text, sample, sweep_table, what_next
+from trainer.offline.ending import TEMPERATURE, TOP_P, ending, next_commands, printable_text, sample, sweep_table
 from trainer.offline.saved_model import open_run
 from trainer.trainer import Summary, Trainer
 
@@ -31,17 +31,17 @@ def summary(name: str, loss: float) -> Summary:
 
 def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs) -> None:
     steps = config("trainer.max_steps=6").trainer
-    commands = dict(what_next(Path("runs/a"), steps, 6, ALONE))
+    commands = dict(next_commands(Path("runs/a"), steps, 6, ALONE))
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
     assert commands["train on"] == "python train.py run.resume=runs/a trainer.max_steps=12"
     assert commands["evaluate it"] == "python scripts/evaluate.py runs/a"
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
     most = 6 * steps.global_batch_size * steps.sequence_length
     tokens = replace(steps, max_steps=None, max_tokens=most)
-    assert dict(what_next(Path("runs/a"), tokens, 6, ALONE))["train on"].endswith(f"trainer.max_tokens={2 * most}")
-    on_a_node = dict(what_next(Path("runs/a"), steps, 6, Launch(size=2, local_size=2)))
+    assert dict(next_commands(Path("runs/a"), tokens, 6, ALONE))["train on"].endswith(f"trainer.max_tokens={2 * most}")
+    on_a_node = dict(next_commands(Path("runs/a"), steps, 6, Launch(size=2, local_size=2)))
     assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh run.resume=")
-    assert "train on" not in dict(what_next(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
+    assert "train on" not in dict(next_commands(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
 
 
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from precision import GroupedLinear, Linear, Plan, PrecisionConfig, bind, refres
 from precision.backends import get_backend
 from precision.formats import E4M3
 from trainer.checkpoint import read, read_meta
+from trainer.launch.command_line import guarded
 from trainer.offline.export import export_run
 from trainer.offline.hf_export import ExportFormat, saved_model
 from trainer.offline.hf_fp8 import dequantize
@@ -146,14 +147,14 @@ def test_a_server_of_the_exported_fp8_multiplies_as_the_run_does(
     model, twin = ours(runs / "fp8_block", recipe("fp8_block")), theirs(exported["fp8"], dtype=torch.float32)
     weights, reference, checked = dict(twin.named_parameters()), get_backend("reference"), 0
     for matrix in matrices(model.config):
-        layer = model.get_submodule(matrix.ours.removesuffix(".weight")) if matrix.ours.endswith(".weight") else None
-        if not (isinstance(layer, Linear) and layer.recipe.is_fp8 and set(matrix.theirs) <= weights.keys()):
+        layer = model.get_submodule(matrix.name.removesuffix(".weight")) if matrix.name.endswith(".weight") else None
+        if not (isinstance(layer, Linear) and layer.recipe.is_fp8 and set(matrix.hf_names) <= weights.keys()):
             continue
         x, zero = torch.randn(37, layer.weight.shape[1]).bfloat16(), torch.zeros(())
         data, inverse = reference.quantize(x, zero, zero.clone(), E4M3, layer.recipe)
         read_back = data.float() * inverse.repeat_interleave(128, 1)[:, : data.shape[1]]
         with torch.no_grad():
-            y, served = layer(x).float(), read_back @ torch.cat([weights[name] for name in matrix.theirs]).T
+            y, served = layer(x).float(), read_back @ torch.cat([weights[name] for name in matrix.hf_names]).T
         torch.testing.assert_close(y, served, rtol=2**-8, atol=1e-5)
         assert (y - x.float() @ layer.weight.T).norm() > 0.01 * y.norm(), "FP8 shows"
         checked += 1
@@ -183,22 +184,22 @@ def test_the_exported_fp8_is_what_the_run_computes_with(name: str, runs: Path, r
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear | GroupedLinear)}
     checked = 0
     for matrix in matrices(model.config):
-        layer = layers.get(matrix.ours.removesuffix(".weight"))
-        scaled = [name for name in matrix.theirs if f"{name}_scale_inv" in found]
-        row = matrix.ours.removesuffix(".weight")
+        layer = layers.get(matrix.name.removesuffix(".weight"))
+        scaled = [name for name in matrix.hf_names if f"{name}_scale_inv" in found]
+        row = matrix.name.removesuffix(".weight")
         fp8 = layer is not None and layer.recipe.is_fp8 and row not in made.left
-        assert scaled == (list(matrix.theirs) if fp8 else [])
+        assert scaled == (list(matrix.hf_names) if fp8 else [])
         if layer is None or not scaled:
             continue
         assert layer.operand is not None and layer.operand.scale_inv is not None
         data, inverse = layer.operand.data, layer.operand.scale_inv
         if matrix.expert is not None:
             data, inverse = data[matrix.expert], inverse[matrix.expert]
-        for part, theirs_name in zip(data.chunk(len(matrix.theirs)), matrix.theirs, strict=True):
+        for part, theirs_name in zip(data.chunk(len(matrix.hf_names)), matrix.hf_names, strict=True):
             assert torch.equal(part.view(torch.uint8), found[theirs_name].view(torch.uint8)), theirs_name
             checked += 1
-        scales = torch.cat([found[f"{name}_scale_inv"] for name in matrix.theirs])
-        assert torch.equal(scales, inverse.expand(scales.shape)), matrix.ours
+        scales = torch.cat([found[f"{name}_scale_inv"] for name in matrix.hf_names])
+        assert torch.equal(scales, inverse.expand(scales.shape)), matrix.name
     assert checked > 20
 
 
@@ -235,8 +236,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
     def call(name: str, *arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        main = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
-        code = main()
+        code = guarded(runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["run"])
         said = capsys.readouterr()
         return code, (said.out + said.err).strip()
 

@@ -55,11 +55,11 @@ def quantizer(precision: PrecisionConfig, weights: Weights, backends: Any = None
 
 def fp8_of(made: RunQuantizer, weights: Weights, matrix: Matrix) -> Tensor:
     """The numbers that leave, read back: all parts of a matrix."""
-    whole = weights.state[matrix.ours] if matrix.expert is None else weights.state[matrix.ours][matrix.expert]
-    height = whole.shape[0] // len(matrix.theirs)
+    whole = weights.state[matrix.name] if matrix.expert is None else weights.state[matrix.name][matrix.expert]
+    height = whole.shape[0] // len(matrix.hf_names)
     parts = [
         dequantize(*made.quantize(matrix, i, slice(0, height), whole[i * height :][:height]))
-        for i in range(len(matrix.theirs))
+        for i in range(len(matrix.hf_names))
     ]
     return torch.cat(parts)
 
@@ -95,14 +95,14 @@ def test_the_numbers_are_the_runs(name: str, recipe: Recipe, weights: Weights, t
     for matrix in matrices(MODEL):
         if not made.is_fp8(matrix):
             continue
-        ours = expected[matrix.ours.removesuffix(".weight")]
+        ours = expected[matrix.name.removesuffix(".weight")]
         ours = ours if matrix.expert is None else ours[matrix.expert]
         theirs = fp8_of(made, weights, matrix)
         if name == "fp8_delayed":
-            assert torch.equal(theirs, ours), matrix.ours
+            assert torch.equal(theirs, ours), matrix.name
         else:  # E4M3's normals reach down to 2^-15 of its largest number; a block's scale uses half of it at least
             normal = ours.abs() > ours.abs().amax() * 2.0**-13
-            assert torch.equal(theirs[normal], ours[normal]), matrix.ours
+            assert torch.equal(theirs[normal], ours[normal]), matrix.name
             assert (theirs - ours).abs().max() <= ours.abs().amax() * 2.0**-16
             assert normal.float().mean() > 0.5
         compared += 1
@@ -110,11 +110,11 @@ def test_the_numbers_are_the_runs(name: str, recipe: Recipe, weights: Weights, t
 
 
 def test_what_the_run_left_in_bf16_is_not_fp8(recipe: Recipe, weights: Weights) -> None:
-    everything = {m.ours for m in matrices(MODEL) if quantizer(recipe("fp8_block"), weights).is_fp8(m)}
+    everything = {m.name for m in matrices(MODEL) if quantizer(recipe("fp8_block"), weights).is_fp8(m)}
     assert {"layers.0.attn.o.weight", "layers.0.ffn.down.weight", "mtp.0.moe.experts.down.weight"} <= everything
     slower = {"layers.0.attn.o": {"precision": "bf16", "backend": "cuda", "why": "never_slower: 0.9x"}}
     made = quantizer(recipe("fp8_block", never_slower=True), weights, slower)
-    assert everything - {m.ours for m in matrices(MODEL) if made.is_fp8(m)} == {"layers.0.attn.o.weight"}
+    assert everything - {m.name for m in matrices(MODEL) if made.is_fp8(m)} == {"layers.0.attn.o.weight"}
     assert made.left == []
 
 
@@ -123,7 +123,7 @@ def test_experts_are_in_fp8_together_and_the_head_never(recipe: Recipe, weights:
     precision.rules.exceptions = [RulesException(match="layers.1.moe.experts.down")]
     made = quantizer(precision, weights)
     assert made.left == ["layers.1.moe.experts.gate_up", "lm_head", "mtp.0.proj"]
-    fp8 = {m.ours for m in matrices(MODEL) if made.is_fp8(m)}
+    fp8 = {m.name for m in matrices(MODEL) if made.is_fp8(m)}
     assert not {"layers.1.moe.experts.gate_up.weight", "layers.1.moe.experts.down.weight", "lm_head.weight"} & fp8
     assert "mtp.0.moe.experts.gate_up.weight" in fp8
 
@@ -140,8 +140,8 @@ def test_scales_of_transformer_engine_are_of_tensors(recipe: Recipe, weights: We
     matrix = Matrix("layers.0.attn.o.weight", None, ("o",))
     served = {"layers.0.attn.o": {"precision": "fp8", "backend": "transformer_engine"}}
     made = quantizer(recipe("fp8_jit"), weights, served)
-    _, scales = made.quantize(matrix, 0, slice(0, 128), weights.state[matrix.ours])
-    top = weights.state[matrix.ours].bfloat16().abs().max().item()
+    _, scales = made.quantize(matrix, 0, slice(0, 128), weights.state[matrix.name])
+    top = weights.state[matrix.name].bfloat16().abs().max().item()
     assert scales.shape == (1, 1) and 224 <= top / scales.item() <= 448
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from models.generate import generate
-from trainer.build import made_by
+from trainer.build import checkpoint_origin
 from trainer.config import Config, load
 from trainer.data import prepare
 from trainer.offline.evaluate import evaluate
@@ -32,11 +32,11 @@ def test_a_run_without_the_keys_that_came_later_is_evaluated_sampled_and_resumed
     load(OLD)
 
     def made_then(config: Config, tokenizer_hash: str) -> dict[str, Any]:
-        made = made_by(config, tokenizer_hash)
+        made = checkpoint_origin(config, tokenizer_hash)
         tree = with_keys_of(OLD, made.pop("config"))
         return {**made, "config": tree} if knows else made
 
-    monkeypatch.setattr("trainer.build.made_by", made_then)
+    monkeypatch.setattr("trainer.build.checkpoint_origin", made_then)
     words = "+recipe=fp8_delayed", "run.name=old", "run.resume=auto", "eval.at_end=2000"
     done = Trainer(config(*words, "trainer.max_steps=2", "checkpoint.every=2")).train()
     path = done.folder / "config.yaml"

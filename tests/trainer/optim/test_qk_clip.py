@@ -150,6 +150,6 @@ def test_what_cannot_be_clipped_is_reported(config: Configs, monkeypatch: pytest
     (line,) = [x for x in without_effect(config("model.qk_norm=true", "optim.qk_clip=100"), 1) if "qk_clip" in x]
     assert line.startswith("optim.qk_clip=100.0 has no effect: model.qk_norm=true")
     assert build_engine(config("model.qk_norm=true", "optim.qk_clip=100"), CPU).qk_clip is None
-    monkeypatch.setattr(MLA, "knows_logits", lambda *_: False)
+    monkeypatch.setattr(MLA, "raises_logits", lambda *_: False)
     with pytest.raises(UserError, match=r"optim.qk_clip=100.0: .* returns no log-sum-exp .*; set optim.qk_clip=null"):
         build_engine(config("optim.qk_clip=100"), CPU)

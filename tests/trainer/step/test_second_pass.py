@@ -6,7 +6,7 @@ import torch
 
 from trainer.config import Config
 from trainer.step.engine import Engine, build_engine
-from trainer.step.second_pass import off_record, run
+from trainer.step.second_pass import run, without_side_effects
 from trainer.step.train_step import train_step
 
 
@@ -22,7 +22,7 @@ def test_a_pass_off_the_record_leaves_no_trace(config: Callable[..., Config]) ->
         return [tensor.clone() for tensor in (*found, *moments)]
 
     before = state(engine)
-    with off_record(engine):
+    with without_side_effects(engine):
         run(engine, other, 4, lambda name, parameter: None)
         assert (engine.arena.amax > before[0]).any(), "other tokens have other maxima"
         assert any(p.grad is not None for p in engine.model.parameters())
