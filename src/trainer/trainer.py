@@ -236,7 +236,7 @@ class Trainer:
         rates |= r.stragglers.read(self._throughput.latest[1], r.power.readings)
         line = tokens | values | rates | memory_metrics(e.device)
         r.sinks.metrics(line)
-        for alert in r.alerts.see(line):
+        for alert in r.alerts.check(line):
             r.sinks.event("alert", self.step, alert.message, **alert.what())
 
     def _out_of_memory(self) -> RunError:

@@ -2,14 +2,14 @@
 
 A rule is a small object that sees every logged line, in order, and returns what is wrong as of this line:
 
-    see(step, metrics, tensors) -> [Alert, ...]   wrong, worst first
+    check(step, metrics, tensors) -> [Alert, ...]   wrong, worst first
                                    []             all is well
                                    None           the line has nothing to judge by
 
 A rule keeps its past in `History`s. `Alerts` knows which alerts were raised before. It raises an alert when its
 condition begins: one per rule and line, for all affected tensors. It raises it again after `QUIET` lines without the
 condition, or every `repeat` steps while the condition lasts. To write a rule, subclass `Rule`, give it a `name` (the
-config key of its threshold), implement `see`, and pass it to `Alerts.add`. A rule must accept missing keys, None (NaN
+config key of its threshold), implement `check`, and pass it to `Alerts.add`. A rule must accept missing keys, None (NaN
 in metrics.jsonl) and NaN: `number()` turns all three into None.
 
 Steps go back when a run rewinds: a `History` then drops later values, and alerts may be raised again. The checkpoint
@@ -77,7 +77,7 @@ class Rule:
     lasting: ClassVar[bool] = False
     """Whether the condition never clears: the alert is raised once, not every `repeat` steps."""
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         """Return what is wrong as of this line, worst first; [] if nothing is; None if the line has nothing to judge
         by.
 
@@ -171,10 +171,10 @@ class Alerts:
         else:
             self._inside = entry
 
-    def see(self, metrics: Entry) -> list[Alert]:
+    def check(self, metrics: Entry) -> list[Alert]:
         """Return the alerts to raise for a logged line."""
         inside, self._inside = self._inside, None
-        return self._see(self._rules, metrics, inside if inside and inside.get("step") == metrics["step"] else None)
+        return self._check(self._rules, metrics, inside if inside and inside.get("step") == metrics["step"] else None)
 
     def replay(self, metrics: Path, tensors: Path) -> None:
         """Restore the rules from the run's files after a resume, without raising the alerts again."""
@@ -188,16 +188,16 @@ class Alerts:
         for line in _tail(metrics):
             if "step" in line:
                 with suppress(TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):  # damaged
-                    self._see(rules, line, of_step.pop(line["step"], None))
+                    self._check(rules, line, of_step.pop(line["step"], None))
 
-    def _see(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
+    def _check(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
         if step < self._last:  # the run was rewound: an alert may be raised again
             for said in self._last_alerts.values():
                 said.clear()
         self._last = step
         named = None if tensors is None else {**tensors, "names": self._names}
-        return [alert for rule in rules if (alert := self._combined(rule, step, rule.see(step, metrics, named)))]
+        return [alert for rule in rules if (alert := self._combined(rule, step, rule.check(step, metrics, named)))]
 
     def _combined(self, rule: Rule, step: int, wrong: list[Alert] | None) -> Alert | None:
         """Return one alert for everything new in `wrong`, or None."""

@@ -87,7 +87,7 @@ class NonfiniteProbe:
         if at is None or x.numel() == 0:
             return
         name = self._casts.names[at]
-        row = self._see(name, x, of_tokens=not name.endswith(":weight"))
+        row = self._read(name, x, of_tokens=not name.endswith(":weight"))
         if row.saturated is None:
             sums = cast_sums(x, data, scale_inv, fmt).tolist()
             row.saturated, row.underflown = sums[SATURATED] / sums[ELEMENTS], sums[UNDERFLOWN] / sums[ELEMENTS]
@@ -96,10 +96,10 @@ class NonfiniteProbe:
     def gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Read the gradient of a weight and free it (a `second_pass.OnGradient`)."""
         assert parameter.grad is not None
-        self._see(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
+        self._read(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
         parameter.grad = None
 
-    def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> TensorReading:
+    def _read(self, name: str, x: Tensor, of_tokens: bool = True) -> TensorReading:
         """Read a tensor the first time that its name comes (recomputation repeats it). of_tokens: it may have token
         rows."""
         if name in self.rows:
@@ -142,9 +142,9 @@ class NonfiniteProbe:
     def _hook(self, name: str):
         def seen(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
             x = output[0] if isinstance(output, tuple) else output
-            self._see(name, x)
+            self._read(name, x)
             if x.requires_grad:
-                x.register_hook(lambda grad: self._see(f"{name}:grad", self._unscaled(grad)) and None)
+                x.register_hook(lambda grad: self._read(f"{name}:grad", self._unscaled(grad)) and None)
 
         return seen
 

@@ -19,7 +19,7 @@ class Above(Rule):
 
     name = "above"
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         if "x" not in metrics:
             return None
         wrong = sorted(((x, name) for name, x in metrics["x"].items() if x > 1), reverse=True)
@@ -38,7 +38,7 @@ def said(alerts: Alerts, *values: dict[str, float] | float | None, first: int = 
     """Steps and messages, of lines ten steps apart. A number: of the tensor a."""
     lines = [{"step": first + 10 * i} | ({} if x is None else {"x": x if isinstance(x, dict) else {"a": x}})
              for i, x in enumerate(values)]  # fmt: skip
-    return [(alert.step, alert.message) for line in lines for alert in alerts.see(line)]
+    return [(alert.step, alert.message) for line in lines for alert in alerts.check(line)]
 
 
 def test_a_lasting_condition_alerts_once() -> None:
@@ -100,7 +100,7 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
         name = "sees"
         rows: list[Entry | None]
 
-        def see(self, step: int, metrics: Entry, tensors: Entry | None) -> None:
+        def check(self, step: int, metrics: Entry, tensors: Entry | None) -> None:
             self.rows = [*getattr(self, "rows", []), tensors]
 
     monkeypatch.setattr("trainer.health.alerts.TAIL", 2000)

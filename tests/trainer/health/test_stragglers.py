@@ -36,7 +36,7 @@ def test_shapes_without_a_measurement_are_left_out() -> None:
 def said(*lines: Mapping[str, float]) -> list[Alert]:
     alerts, found = Alerts([Straggler(0.1)]), []
     for step, line in enumerate(lines, 1):
-        found += alerts.see({"step": step, "perf/step_seconds": 1.0, **line})
+        found += alerts.check({"step": step, "perf/step_seconds": 1.0, **line})
     return found
 
 

@@ -18,7 +18,7 @@ class GradNormSpike(Rule):
     def __init__(self, times: float):
         self._times, self._norms = times, History(self.LINES)
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         norm = number(metrics, "optim/grad_norm")
         if norm is None or norm <= 0:
             return None
@@ -54,7 +54,7 @@ class LossPlateau(Rule):
         self._kept = 0
         self._errors = 1.0  # standard errors that count as a fall; more after an alert, until a clear fall
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         loss, norm = number(metrics, "loss/lm"), number(metrics, "optim/grad_norm")
         if loss is None or norm is None or norm <= 0:
             return None
@@ -101,7 +101,7 @@ class LossRise(Rule):
     def __init__(self, nats: float):
         self._nats, self._losses, self._lowest = nats, History(self.LINES), History(1000)
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         loss = number(metrics, "loss/lm")
         if loss is None:
             return None
@@ -126,7 +126,7 @@ class _Shadow(Rule):
     def __init__(self, threshold: float):
         self._threshold, self._past = threshold, History(2)
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         value = self._value(metrics)
         if value is None:
             return None

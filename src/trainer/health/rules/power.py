@@ -18,7 +18,7 @@ class Throttled(Rule):
         self._share, self._before = share, 0.0
         self._reading: tuple[float | None, ...] = ()
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         shares = {why: number(metrics, f"gpu/throttled_{why}") for why in ("hardware", "thermal")}
         known = {why: share for why, share in shares.items() if share is not None}
         reading = (*shares.values(), number(metrics, "gpu/power_watts"))
@@ -51,7 +51,7 @@ class _TemperatureLimit(Rule):
     def __init__(self, celsius: float):
         self._celsius = celsius
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         hot = number(metrics, self.KEY)
         if hot is None:
             return None
@@ -85,7 +85,7 @@ class GpuMemoryErrors(Rule):
     def __init__(self, count: float):
         self._count = count
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         errors = number(metrics, "gpu/ecc_errors")
         if errors is None:
             return None

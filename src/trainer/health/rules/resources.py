@@ -22,7 +22,7 @@ class ThroughputDrop(Rule):
         self._seen, self._last = 0, 0
         self._slow, self._seconds = 0, 0.0
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         rate, per_step = number(metrics, "perf/tokens_per_second"), number(metrics, "perf/step_seconds")
         steps, self._last = max(step - self._last, 0), step
         if rate is None or per_step is None:
@@ -60,7 +60,7 @@ class Straggler(Rule):
         self._seen: dict[str, tuple[int, int]] = {}
         self._is_first = True
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         slow, wait = number(metrics, "ranks/gpu_slowness"), number(metrics, "ranks/data_wait")
         if slow is None and wait is None:
             return None
@@ -113,7 +113,7 @@ class MemoryGrowth(Rule):
         self._past: list[tuple[int, float]] = []
         self._seen, self._every = 0, 1
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         held = number(metrics, "memory/allocated_gib")
         if held is None:
             return None
@@ -159,7 +159,7 @@ class MemoryFull(Rule):
     def __init__(self, share: float, card_gib: float | None = None):
         self._share, self._card = share, card_gib
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         peak = number(metrics, "memory/peak_gib")
         if peak is None or self._card is None:
             return None
@@ -183,7 +183,7 @@ class AllocatorRetries(Rule):
         self._each, self._lines = each, 0
         self._last: tuple[int, float] | None = None
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         count = number(metrics, "memory/allocator_retries")
         if count is None:
             return None

@@ -21,7 +21,7 @@ class _ScaleJump(Rule):
         self._times = times
         self._past: list[tuple[int, np.ndarray]] = []
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, scales = _rows(tensors, "fp8", "scale")
         if not names:
             return None
@@ -87,7 +87,7 @@ class _CastShare(Rule):
         self._share = share
         self._before: set[str] = set()
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, shares = _rows(tensors, "fp8", self.key)
         if not names:
             worst = number(metrics, f"fp8/{self.key}_worst")
@@ -133,7 +133,7 @@ class MaxLogit(Rule):
         self._threshold = threshold
         self._before: set[str] = set()
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, tops = _rows(tensors, "blocks", "max_logit")
         if not names:
             worst = number(metrics, "act/max_logit")
@@ -174,7 +174,7 @@ class Kurtosis(Rule):
         self._past: list[tuple[int, list[float]]] = []
         self._seen, self._last = 0, -self.APART
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         if self._last <= step < self._last + self.APART:
             return None
         names, now = self._now(metrics, tensors)
@@ -257,7 +257,7 @@ class _Experts(Rule):
         self._threshold = threshold
         self._lines, self._since = 0, 0
 
-    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         value = number(metrics, self.key)
         if value is None or step <= self.SETTLED:
             return None

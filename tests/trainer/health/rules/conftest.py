@@ -84,7 +84,7 @@ def raised(lines: Iterable[Line], alerts: Alerts | None = None) -> list[Alert]:
     said: list[Alert] = []
     for metrics, inside in lines:
         alerts.tensors(inside)
-        said += alerts.see(metrics)
+        said += alerts.check(metrics)
     return said
 
 

@@ -22,7 +22,7 @@ def lines(*changes: Mapping[str, float]) -> list[Alert]:
     """What is said in a run whose lines are of a GPU at work, but for these changes."""
     alerts, said = Alerts(rules()), []
     for i, each in enumerate(changes, 1):
-        said += alerts.see({"step": 10 * i, **AT_WORK, "gpu/power_watts": 690 + i / 10, **each})
+        said += alerts.check({"step": 10 * i, **AT_WORK, "gpu/power_watts": 690 + i / 10, **each})
     return said
 
 
@@ -31,9 +31,9 @@ def test_full_load_at_the_power_limit_is_no_alarm() -> None:
 
 
 def test_a_run_without_gpu_keys_is_not_judged() -> None:
-    assert [rule.see(1, {"step": 1, "loss/lm": 2.0}, None) for rule in rules()] == [None] * 4
+    assert [rule.check(1, {"step": 1, "loss/lm": 2.0}, None) for rule in rules()] == [None] * 4
     nothing = {"gpu/throttled_thermal": None, "gpu/throttled_hardware": float("nan"), "gpu/temperature_c": None}
-    assert [rule.see(1, nothing, None) for rule in rules()] == [None] * 4
+    assert [rule.check(1, nothing, None) for rule in rules()] == [None] * 4
 
 
 @pytest.mark.parametrize(("why", "says"), [("thermal", "heat slows"), ("hardware", "board's own protection")])

@@ -176,7 +176,7 @@ def test_kurtosis_is_judged_by_sampled_steps_that_are_apart(alerts_with: Callabl
     alerts, said = alerts_with(), []
     for step in range(10, 6000, 10):
         bump = 20.0 + max(0, 60 - abs(step - 4000))  # 120 steps wide
-        said += alerts.see({"step": step, "act/kurtosis_qkv": bump})
+        said += alerts.check({"step": step, "act/kurtosis_qkv": bump})
     assert said == []
 
 
@@ -203,7 +203,7 @@ def test_missing_metrics_raise_no_alert(raised: Callable) -> None:
 
 def test_without_tensors_the_worst_of_a_line_is_judged(alerts_with: Callable) -> None:
     alerts = alerts_with()
-    (alert,) = [a for step in (100, 200, 300) for a in alerts.see({"step": step, "fp8/saturated_worst": 0.1})]
+    (alert,) = [a for step in (100, 200, 300) for a in alerts.check({"step": step, "fp8/saturated_worst": 0.1})]
     assert alert.rule == "saturated" and "of a tensor in FP8" in alert.message and alert.tensor is None
 
 
