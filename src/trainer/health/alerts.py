@@ -3,8 +3,8 @@
 A rule is a small object that sees every logged line, in order, and returns what is wrong as of this line:
 
     check(step, metrics, tensors) -> [Alert, ...]   wrong, worst first
-                                   []             all is well
-                                   None           the line has nothing to judge by
+                                     []             all is well
+                                     None           the line has nothing to judge by
 
 A rule keeps its past in `History`s. `Alerts` knows which alerts were raised before. It raises an alert when its
 condition begins: one per rule and line, for all affected tensors. It raises it again after `QUIET` lines without the
