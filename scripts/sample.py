@@ -67,7 +67,7 @@ def run() -> None:
     if count < given.tokens:
         log(f"{count:,} tokens at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
     if len(prompt) + count > trained:
-        log(f"the run was trained on {trained:,} tokens at a time: expect worse text after so many")
+        log(f"the run was trained on {trained:,} tokens at a time: expect worse text beyond that")
 
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:

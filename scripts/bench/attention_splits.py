@@ -25,7 +25,7 @@ class Messages(ContextSplit):
         self.group, self.silent, self.sent = group, silent, 0.0
 
     def count(self, numbers: int, size: int, times: float = 1.0) -> None:
-        """Count a message of so many numbers of all ranks, of `size` bytes each; `times` passes over the ring."""
+        """Count a message of this many numbers of all ranks, of `size` bytes each; `times` passes over the ring."""
         self.sent += times * numbers * size * (self.size - 1) / self.size
 
     def all_reduce(self, x: Tensor, wait: bool = True) -> Callable[[], object]:

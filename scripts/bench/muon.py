@@ -46,7 +46,7 @@ def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"the model (default: {' '.join(FIVE_BLOCKS)})")
-    parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of so many ranks (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of this many ranks (default: 1)")
     parser.add_argument("--repeat", type=int, default=5, help="timed repetitions (default: 5)")
     options = parser.parse_intermixed_args()
     if not torch.cuda.is_available():

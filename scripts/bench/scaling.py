@@ -54,7 +54,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__)
     parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of so many steps (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of --steps steps (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     options, words = parser.parse_known_args()
     for name in ("steps", "rounds"):

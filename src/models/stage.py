@@ -124,7 +124,8 @@ def divide_among(owners: Sequence[int], flops: Sequence[float], last: float) -> 
     per_rank, mean = stages // ranks, (sum(flops) + last) / ranks
 
     def filled(most: float) -> list[int]:
-        """Fill each stage with as many blocks as a rank of so many FLOPs has room for; the last one gets the rest."""
+        """Fill each stage with as many blocks as a rank with this many FLOPs has room for; the last one gets the
+        rest."""
         counts: list[int] = []
         for stage in range(stages - 1):
             room = most / per_rank

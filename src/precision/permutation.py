@@ -24,7 +24,7 @@ TILE = 128  # kernels that hold the rows of a whole layer pad each expert's to m
 
 
 def rows_in_tiles(choices: int, experts: int) -> int:
-    """Return the largest possible number of rows when so many choices are padded to tiles; memory is allocated for
+    """Return the largest possible number of rows when this many choices are padded to tiles; memory is allocated for
     it."""
     return (choices + experts * (TILE - 1) + TILE - 1) // TILE * TILE
 

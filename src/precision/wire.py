@@ -64,7 +64,7 @@ class RowMap(NamedTuple):
     `sum` run as kernels of the cuda backend (BF16 results).
 
     Until `cut`, when the host knows R, token and process have room for the largest R. With slots (`in_slots`), R is
-    fixed: each process gets so many rows, used ones first; token is -1 in the unused ones.
+    fixed: each process gets `slots` rows, used ones first; token is -1 in the unused ones.
     """
 
     token: Tensor

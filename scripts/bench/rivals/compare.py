@@ -64,7 +64,7 @@ def run() -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (4096)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first that counts (5)")
     parser.add_argument("--steps", type=int, default=15, help="steps in a row, none waited for (15)")
-    parser.add_argument("--rounds", type=int, default=3, help="of so many steps in one start (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of --steps steps in one start (3)")
     parser.add_argument("--repeat", type=int, default=1, help="passes over all contestants (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     options = parser.parse_intermixed_args()

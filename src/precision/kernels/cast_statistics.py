@@ -80,7 +80,7 @@ def _cast_statistics_kernel(
 
 
 def new_sums(*shape: int, device: torch.device) -> Tensor:
-    """Allocate zero sums of so many tensors, [*shape, PROGRAMS, 5]."""
+    """Allocate zero sums of a shape of tensors, [*shape, PROGRAMS, 5]."""
     return torch.zeros(*shape, PROGRAMS, 5, dtype=torch.float64, device=device)
 
 

@@ -54,8 +54,8 @@ def _total_kernel(ends, sums, norms, BLOCK: tl.constexpr):
 
 
 class GradientNorms:
-    """Norms of P tensors with so many elements (0 is allowed) on a device. block, warps: elements and warps of a
-    program."""
+    """Norms of P tensors with these numbers of elements (0 is allowed) on a device. block, warps: elements and warps of
+    a program."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, block: int = _BLOCK, warps: int = _WARPS):
         self._block, self._warps, self._device = block, warps, device

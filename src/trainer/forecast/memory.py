@@ -375,7 +375,7 @@ def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
 
 
 def _in_flight(config: Config, plan: Plan, degrees: Degrees, microbatches: float) -> float:
-    """Return the bytes of activations per token of so many microbatches. Where gradients of weights are computed
+    """Return the bytes of activations per token of this many microbatches. Where gradients of weights are computed
     separately, their operands stay after the rest: output gradients of one of two stages come on top."""
     each = _activations(config, plan, degrees)
     if degrees.pipeline == 1 or not in_a_v(config.parallel):

@@ -66,7 +66,7 @@ def printable_text(text: str) -> str:
 
 
 def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> list[tuple[str, str]]:
-    """Return commands with their purposes. length: of the run, that had so many steps. launch: of its processes; the
+    """Return commands with their purposes. length: of the run; steps: that it had. launch: of its processes; the
     launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
     nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"

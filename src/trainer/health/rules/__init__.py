@@ -2,7 +2,7 @@
 
     grad_norm_spike   the gradient norm, against the median of its own last lines
     loss_rise         the loss, against its lowest value so far
-    loss_plateau      no progress of the loss in so many steps, while the gradient norm does not fall either
+    loss_plateau      no progress of the loss in this many steps, while the gradient norm does not fall either
     scale_drop        a tensor's scale falls within a few lines: its amax explodes, NaN is ahead
     scale_rise        ... rises: its amax collapses, and values underflow when it comes back
     saturated         share of a tensor's elements that a cast clips
