@@ -108,7 +108,7 @@ class Plan:
     ) -> GemmRow:
         """Register one GEMM and return its row. UserError if it is undecided, decided twice, or cannot run in FP8."""
         if op not in GEMM_OPS:
-            raise ValueError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
+            raise ValueError(f"{name}: {op!r} is not a GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8:
             if op not in FP8_OPS:
@@ -117,7 +117,7 @@ class Plan:
                 if size % FP8_MULTIPLE:
                     raise UserError(
                         f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are "
-                        f"no multiple of {FP8_MULTIPLE}; change the model's size, or set "
+                        f"not a multiple of {FP8_MULTIPLE}; change the model's size, or set "
                         f"'precision.rules.exceptions=[{{match: \"{_module_in_all_blocks(name)}\", precision: bf16}}]'"
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
@@ -133,7 +133,9 @@ class Plan:
     def tensor(self, name: str, op: str) -> Format:
         """Register a tensor or op that is not a GEMM, and return its format."""
         if op not in TENSOR_OPS:
-            raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
+            raise ValueError(
+                f"{name}: {op!r} is not a tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}"
+            )
         precision, why = self._decide(name, op)
         if precision is Precision.fp8 and op not in FP8_OPS:
             raise _not_in_fp8(name, op, why)

@@ -96,7 +96,7 @@ def read_stamped(path: Path, fix: str) -> str:
 
 
 def accept_stamped(path: Path) -> None:
-    """Stamp a file as it is now. UserError if it is no text."""
+    """Stamp a file as it is now. UserError if it is not text."""
     try:
         first, _, rest = (text := path.read_bytes().decode()).partition("\n")
     except ValueError:

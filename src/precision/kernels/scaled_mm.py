@@ -83,7 +83,7 @@ def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> T
 
 
 def _ragged(*sizes: int) -> bool:
-    """Return whether a size is no multiple of 128. cuBLAS supports block scales for whole blocks only, and rows in
+    """Return whether a size is not a multiple of 128. cuBLAS supports block scales for whole blocks only, and rows in
     fours; for other sizes the grouped kernels serve, with one group."""
     return any(size % 128 for size in sizes)
 

@@ -102,7 +102,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     }
     for key, width in widths.items():
         if heads * width % WIDTH:
-            why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
+            why = f"a rank's {heads} heads of model.{key}={width} are not a multiple of {WIDTH} features"
             refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
     if config.health.shadow_every:
         why = f"it does not support parallel.tensor={t}"

@@ -105,7 +105,7 @@ def test_a_mode_that_wandb_would_refuse_is_refused_before_the_run(
 def test_a_dimension_that_fp8_cannot_have_is_refused_but_bf16_takes_it(config: Make):
     odd = "model.moe_intermediate_size=36"
     check(config(odd))
-    with pytest.raises(ValueError, match=r"^layers\.1\.moe\..* cannot run in FP8: .* no multiple of 16; "):
+    with pytest.raises(ValueError, match=r"^layers\.1\.moe\..* cannot run in FP8: .* not a multiple of 16; "):
         check(config(odd, "precision=fp8_delayed"))
 
 

@@ -3,7 +3,7 @@
     who/R     host, process, its namespace               set at the start
     pulse/R   a count, its last step, its place          set every 5 seconds, by the heartbeat thread
     phase/R   a phase that may silence rank R for long   set by main, see `RankGroup.phase`
-    left/R    rank R has finished its work               its end is no failure any more
+    left/R    rank R has finished its work               its end is no longer a failure
     gone/R    rank R has stopped its heartbeat           rank 0 waits for it, if it serves the store itself
     late/R    the operation that rank R waited in        see `blame`
     seen/R    rank R has read the failure                all ranks exit together

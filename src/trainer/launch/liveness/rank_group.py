@@ -128,8 +128,8 @@ class RankGroup:
         signal.set_wakeup_fd(-1)
 
     def leave(self, seconds: float = 60.0) -> None:
-        """Leave after the work. Returns when all ranks have left, or after `seconds`; their end is no failure any
-        more."""
+        """Leave after the work. Returns when all ranks have left, or after `seconds`; their end is no longer a
+        failure."""
         if self._store is None or self._heartbeat is None:
             return
         self._store.set("left", self.launch.rank, "1")
