@@ -125,7 +125,7 @@ def test_names_are_unique_and_ops_known(recipe: Recipe) -> None:
     plan.gemm("a", "ffn", 16, 16)
     with pytest.raises(ValueError, match="twice"):
         plan.gemm("a", "ffn", 16, 16)
-    with pytest.raises(ValueError, match="no GEMM op"):
+    with pytest.raises(ValueError, match="not a GEMM op"):
         plan.gemm("b", "attn.z", 16, 16)
     with pytest.raises(ValueError, match="not a tensor op"):
         plan.tensor("c", "ffn")
