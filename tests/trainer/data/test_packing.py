@@ -103,7 +103,7 @@ def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
                 os.kill(int(pid), signal.SIGKILL)
 
     with pytest.raises(
-        RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*:"
+        RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*; start again"
     ):
         prepare(data, 512, kill)
     assert any(Path(data.cache_dir).glob("*.partial/done-*.json"))
