@@ -100,7 +100,7 @@ def test_a_run_that_dies_at_each_boundary_gives_the_bits_of_one_that_did_not(con
 def test_other_phases_ahead_are_taken_and_those_behind_refused(config: Configs) -> None:
     keys = (*RUN, "precision=fp32", "run.name=run", "run.resume=auto")
     died(config(*keys, "checkpoint.every=3"), 8)  # saved at step 6
-    with pytest.raises(UserError, match=r"trainer\.phases: .* was trained from step 1 on 2 sequences of 24; from step 5"):
+    with pytest.raises(UserError, match=r"trainer\.phases: .* was trained from step 1 on 2 sequences of 24; from"):
         Trainer(config(*keys, "trainer.phases=[{until: 6}, {lr: 1e-3}]"))
     other = "trainer.phases=[{until: 0.336K, global_batch_size: 4, batch_ramp: true}, {lr: 1e-3}]"
     with pytest.raises(UserError, match=r"trainer\.phases"):
