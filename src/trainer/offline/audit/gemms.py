@@ -23,7 +23,7 @@ class GemmRecorder:
     """Records what reaches the GEMMs of a model. `latest`: the last layer seen.
 
     A weight gradient comes without its weight. It belongs to the layer of the input gradient before it, by the order of
-    the backward pass.
+    the backward pass; inside a feed-forward layer, where both follow the input gradients, to the linear of its shape.
     """
 
     def __init__(self, model: nn.Module, arena: ScalingArena, seen: Observations):
@@ -46,8 +46,12 @@ class GemmRecorder:
             self._note("output", y.dtype)
         self._note_scales(x_inv, layer, layer.input_slot if is_forward else layer.grad_slot)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> None:
-        """Record its two operands, in either order in memory."""
+    def weight_gradient(self, dy: Tensor, x: Tensor, dw: Tensor | None = None) -> None:
+        """Record its two operands, in either order in memory. dw: the result, inside a feed-forward layer."""
+        if dw is not None:
+            parent = self.latest.rpartition(".")[0]
+            layers = {name: layer for name, layer in self._by_address.values() if name.rpartition(".")[0] == parent}
+            self.latest = next(name for name, layer in layers.items() if layer.weight.shape == dw.shape)
         self._note("grad", dy.dtype)
         self._note("saved", x.dtype)
 
@@ -167,10 +171,10 @@ def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
             recorder.rows_of_tokens(a)
 
     def weight_gradient(dw: Tensor, a: Tensor, a_inv: Tensor, b: Tensor, *rest: Any) -> None:
-        recorder.weight_gradient(a, b)
+        recorder.weight_gradient(a, b, dw)
 
     def weight_gradient_bf16(dw: Tensor, a: Tensor, b: Tensor, *rest: Any) -> None:
-        recorder.weight_gradient(a, b)
+        recorder.weight_gradient(a, b, dw)
 
     def combine(result: tuple[Tensor, Tensor | None], rows: Tensor, to: Any, *rest: Any, **more: Any) -> None:
         add = more.get("add", rest[0] if rest else None)
