@@ -177,10 +177,9 @@ def main() -> None:
     subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's modules take it by name
     for name in (*IMPORTED, *(["triton_interpreter"] if interpreted else [])):
         importlib.import_module(name)
-    environment = importlib.import_module(
-        "trainer.run.environment"
-    )  # read once; no GPU is asked: forks could not use one
-    environment.packages(), environment.git_state()
+    environment = importlib.import_module("trainer.run.environment")
+    for read_once in (environment.packages, environment.git_state):  # no GPU is asked: forks could not use one
+        read_once()
     del sys.path[0]
     Fresh.path = [*sys.path]
     loggers = logging.root.manager.loggerDict

@@ -45,7 +45,11 @@ def explain(error: BaseException, arguments: list[str]) -> str:
         return f"{found[1]}: the kind differs (value, list or section) from the current one, which --cfg job shows"
     if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
         group = found[1] or found[2]
-        once = "+recipe=NAME once, or +recipe=[A,B]" if group == "recipe" else f"{group}=NAME, once"
+        once = (
+            "+recipe=NAME once, or a whole run with a precision: +recipe=[RUN,PRECISION]"
+            if group == "recipe"
+            else f"{group}=NAME, once"
+        )
         return f"{group}={_given(group, arguments)}: {group} is chosen twice; write {once}"
     if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
         return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"

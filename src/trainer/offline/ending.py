@@ -3,6 +3,7 @@
 The text is sampled from the weights in memory, only in a single process. Errors in showing a run do not make it fail.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,9 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     """Return commands with their purposes. length: of the run; steps: that it had. launch: of its processes; the
     launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
+    # Hydra needs quotes of its own around anything but these characters
+    is_plain = re.fullmatch(r"[\w/.:%+@-]+", str(run), re.ASCII)
+    resume = "run.resume=" + (str(run) if is_plain else "'" + str(run).replace("'", "\\'") + "'")
     nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"
     start = "python train.py" if launch.size == 1 else nodes if launch.size == launch.local_size else None
     further = f"trainer.max_steps={2 * steps}"
@@ -79,7 +83,7 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
         ("see its curves", f"python scripts/dashboard.py {place}"),
         ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
         ("evaluate it", f"python scripts/evaluate.py {place}"),
-        *([("train on", f"{start} run.resume={place} {further}")] if start else []),
+        *([("train on", f"{start} {shlex.quote(resume)} {further}")] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),
     ]
 

@@ -91,7 +91,8 @@ MISTAKES = {
     "-m +recipe=bf16,fp8_delayd": "there is no such recipe; did you mean fp8_delayed?",
     "recipe=bf16": "write +recipe=bf16",
     "+recpe=bf16": "did you mean +recipe=bf16?",
-    "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice; write +recipe=NAME once, or +recipe=[A,B]",
+    "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice; write +recipe=NAME once, or a whole run with a precision: "
+    "+recipe=[RUN,PRECISION]",
     "+recipe=[fp8_block,moonlight_16b_8xh200]": "moonlight_16b_8xh200 replaces the precision of fp8_block; write "
     "+recipe=moonlight_16b_8xh200, or the whole run first: +recipe=[moonlight_16b_8xh200,fp8_block]",
     "+recipe=[300m_h100,1b_8xh100]": "1b_8xh100 replaces the model and precision of 300m_h100; write +recipe=1b_8xh100",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from models.generate import Sampling, generate
 from trainer.checkpoint import list_checkpoints
@@ -34,6 +35,11 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
     commands = dict(next_commands(Path("runs/a"), steps, 6, ALONE))
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
     assert commands["train on"] == "python train.py run.resume=runs/a trainer.max_steps=12"
+    for odd in ("rüns/a b", "runs/it's"):  # both the shell and Hydra read the folder's name
+        _, override, _ = shlex.split(
+            dict(next_commands(Path(odd), steps, 6, ALONE))["train on"].removeprefix("python ")
+        )
+        assert OverridesParser.create().parse_override(override).value() == odd
     assert commands["evaluate it"] == "python scripts/evaluate.py runs/a"
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
     most = 6 * steps.global_batch_size * steps.sequence_length

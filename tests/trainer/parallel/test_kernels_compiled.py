@@ -34,7 +34,7 @@ def group(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def step(group: Any, compiled: bool, **sizes: int) -> dict[str, Tensor]:
+def step(group: Any, compiled: bool, **sizes: Any) -> dict[str, Tensor]:
     """Loss, gradients and amaxes of a step. sizes: other ones of the model."""
     torch._dynamo.reset()
     base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / "fp8_delayed.yaml")
