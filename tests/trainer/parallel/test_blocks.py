@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,23 @@ from trainer.step.engine import build_model
 Configs = Callable[..., Config]
 CPU = torch.device("cpu")
 REFERENCE = "precision.backend=reference"
+
+
+class Counter(CompileCounterWithBackend):
+    """Compiles with `aot_eager`; counts the graphs and how often they run."""
+
+    def __init__(self) -> None:
+        super().__init__("aot_eager")
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        graph = super().__call__(*args, **kwargs)
+
+        def run(*inputs: Any) -> Any:
+            self.calls += 1
+            return graph(*inputs)
+
+        return run
 
 
 def build(config: Config, compiler: CompileCounterWithBackend | None = None) -> tuple[DeepSeek, ScalingArena]:
@@ -75,9 +93,11 @@ def test_many_compiled_blocks_are_one_graph_a_kind(config: Configs, recipe: str,
     keys = f"+recipe={recipe}", "model.num_layers=4", "model.num_dense_layers=2", "model.num_mtp_layers=2", REFERENCE
     keys += "model.num_experts=2", "model.num_experts_per_token=1"  # a graph has each expert's product
     amax, grads = two_steps(*build(config(*keys)))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = Counter()
     other, other_grads = two_steps(*build(config(*keys, f"recompute={recompute}"), counter))
     assert counter.frame_count == 3, "dense, experts, MTP"
+    passes = 2 if recompute == "full" else 1
+    assert counter.calls == (4 + 2) * 4 * passes, "each block in each of four microbatches"
     assert torch.equal(other, amax)
     for ours, theirs in zip(other_grads, grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
