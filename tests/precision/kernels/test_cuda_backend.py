@@ -225,7 +225,9 @@ def test_a_weight_quantised_in_parts_is_the_weight_quantised_whole(recipe: Recip
         made = []
         for i, part in enumerate(layer.weight.detach().split(1 if stacked else 128)):
             own = scale[i : i + 1] if stacked else scale
-            made.append(layer.quantize_part(part, own, torch.zeros_like(own)))
+            amax = torch.zeros_like(own)
+            made.append(layer.quantize_part(part, own, amax))
+            assert torch.equal(amax, part.bfloat16().float().abs().amax((-2, -1)).view_as(amax))
         data, inv = torch.cat([d.view(torch.uint8) for d, _ in made]), made[0][1]
         inv = torch.cat([i for _, i in made]) if stacked or name == "block" else inv
         layer.operand = None
