@@ -109,7 +109,7 @@ class Heartbeat(threading.Thread):
                     due = time.monotonic() + PULSE_SECONDS
                     self._check_pulses()
         except RuntimeError:
-            if not self._stopping:
+            if not self._stopping and not self._member.has_announced:  # else main ends by itself
                 self._member.end(self._member.lost())
 
     def _receive_signals(self, numbers: bytes) -> None:
