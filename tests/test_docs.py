@@ -105,7 +105,8 @@ def smaller(words: list[str]) -> list[str]:
     if words[0].endswith("bench/health.py"):
         words = [*words, "--steps", "2"]
     given = {word.split("=")[0] for word in words}
-    of_a_run = words[0].endswith(("replay_step.py", "dashboard.py"))  # which has its model and its batch
+    of_a_run = words[0].endswith(("replay_step.py", "dashboard.py", "evaluate.py", "sample.py", "export_hf.py"))
+    of_a_run |= "run.resume=auto" in words and "--standalone" not in words  # which has its model, its batch, its text
     if of_a_run or "dry_run=true" in words or any(word.startswith("model=") for word in words):
         return words
     extra = [f"{key}={value}" for key, value in SMALL.items() if key not in given]
@@ -118,7 +119,7 @@ def on_text(words: list[str]) -> list[str]:
     """The command, `smaller`, on a little text, and on a CPU."""
     if "--device" in words:
         words = [word for word in words if word not in ("--device", "cuda") and not word.startswith("model")]
-    given = any(word.startswith(("data=", "model=")) for word in words)
+    given = any(word.startswith(("data=", "model=", "run.resume=")) for word in words)
     return smaller([*words, *TEXT] if "train.py" in words and not given else words)
 
 

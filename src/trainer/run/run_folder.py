@@ -128,6 +128,8 @@ class RunFolder:
                 if checkpoint is not None:
                     _verify(checkpoint, f"run.resume={resume}", verify)
             if self.resumed_from is None:
+                if state == "vacant" and resume == "auto" and name is not None:
+                    self._note("start", 0, f"nothing to resume: {self.path} is new")
                 self._start(texts)
             else:
                 if check is not None:
@@ -268,7 +270,7 @@ class RunFolder:
         except yaml.YAMLError:
             changed = f"{self.path / CONFIG} is damaged and cannot be compared"
         if changed:
-            self._note("resume", step, f"other settings than before: {changed}")
+            self._note("settings", step, f"other settings than before: {changed}")
         for name, text in texts.items():
             path = self.path / name
             if path.exists() and path.read_bytes() != text.encode():

@@ -141,7 +141,8 @@ def test_auto_without_a_name_is_refused(runs: Path, opened: Any) -> None:
 
 def test_auto_starts_a_run_that_does_not_exist(runs: Path, opened: Any) -> None:
     run = opened(runs, resume="auto")
-    assert run.is_new and run.notes == []
+    assert run.is_new
+    assert [note.message for note in run.notes] == [f"nothing to resume: {run.path} is new"]
 
 
 def test_auto_starts_again_in_the_folder_of_a_run_killed_before_its_first_checkpoint(runs: Path, opened: Any) -> None:
