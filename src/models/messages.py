@@ -15,6 +15,12 @@ def wait(x: Tensor) -> Tensor:
 
 def start_gather(x: Tensor, size: int, group: str) -> Tensor:
     """Send this rank's x; return the x of all ranks [size, ...]."""
+    if x.device.type == "cpu":
+        # Gloo's all-gather corrupts the heap when two messages of a group end at the same time. In torch 2.13 both
+        # threads of a group assign the name of their operation to one string without a lock
+        # (`ProcessGroupGloo::runLoop`). A name of up to 15 characters is stored in the string itself.
+        # ALLGATHER_COALESCED, which this operator runs, is longer, so its memory may be freed twice.
+        return _start_exchange(x.expand(size, *x.shape), size, group)
     return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous()[None], size, group)
 
 
@@ -35,8 +41,12 @@ def sum_of_pieces(pieces: Tensor, size: int, group: str) -> Tensor:
 
 def exchange(pieces: Tensor, size: int, group: str) -> Tensor:
     """Send piece i to rank i; return the pieces received, piece i from rank i."""
+    return wait(_start_exchange(pieces, size, group))
+
+
+def _start_exchange(pieces: Tensor, size: int, group: str) -> Tensor:
     ones = [1] * size
-    return wait(torch.ops._c10d_functional.all_to_all_single(pieces.contiguous(), ones, ones, group))
+    return torch.ops._c10d_functional.all_to_all_single(pieces.contiguous(), ones, ones, group)
 
 
 def reduce(x: Tensor, how: str, group: str) -> Tensor:
