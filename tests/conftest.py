@@ -176,8 +176,8 @@ class Programs:
         place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
         ranks = [self.start(program, *words, environment=place) for place in who]
-        errors = [rank.communicate()[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(error[-3000:] for error in errors)
+        printed = ["".join(text[-3000:] for text in rank.communicate()) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(printed)
 
     def ask(self, what: dict[str, Any]) -> Any:
         """What the server says to that."""

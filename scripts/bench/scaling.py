@@ -37,6 +37,7 @@ from trainer.launch.composition import compose
 from trainer.launch.liveness.rank_group import RankGroup
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+AXES = "replicate", "shard", "context", "tensor", "pipeline", "expert"
 WARM_UP = 3
 GIB = 2**30
 
@@ -128,7 +129,8 @@ def rank(rank_group: RankGroup) -> None:
     sys.argv[1:] = words
     (job,) = compose(CONFIGS, launch)
     if launch.size == 1:
-        job.tree.parallel.shard = job.tree.parallel.replicate = job.tree.parallel.expert = 1
+        for axis in AXES:
+            job.tree.parallel[axis] = 1
     job.tree.trainer.global_batch_size *= launch.size
     config = load(job.tree)
     check(config, launch.size)
@@ -160,8 +162,7 @@ def rank(rank_group: RankGroup) -> None:
     if world.is_first:
         result = {
             "gpus": world.size,
-            "layout": f"{degrees.replicate} x {degrees.shard}"
-            + (f", experts on {degrees.expert}" if degrees.expert > 1 else ""),
+            "layout": ", ".join(f"{axis} {n}" for axis in AXES if (n := getattr(degrees, axis)) > 1) or "1",
             "seconds": seconds,
             "tokens_per_second": t.global_batch_size * t.sequence_length / seconds / world.size,
             "silent_seconds": silent,

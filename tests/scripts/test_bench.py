@@ -291,7 +291,7 @@ def test_scaling(tmp_path: Path, bench: Run) -> None:
     done = bench("scaling", tmp_path, *quick, "+recipe=fp8_delayed", "parallel=fsdp", *SMALL_STEP)
     assert done.returncode == 0, done.stdout + done.stderr
     alone, both = json.loads((tmp_path / "scaling.json").read_text())["results"]
-    assert (alone["gpus"], alone["layout"], both["gpus"], both["layout"]) == (1, "1 x 1", 2, "1 x 2")
+    assert (alone["gpus"], alone["layout"], both["gpus"], both["layout"]) == (1, "1", 2, "shard 2")
     assert alone["silent_seconds"] is None and both["silent_seconds"] > 0
     for one in (alone, both):
         assert one["tokens_per_second"] == pytest.approx(2 * 24 / one["seconds"])
