@@ -81,7 +81,7 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
         further = f"trainer.max_tokens={2 * timeline.tokens(timeline.steps)}"
     return [
         ("see its curves", f"python scripts/dashboard.py {place}"),
-        ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
+        ("let it write", f'python scripts/sample.py {place} --prompt "The" --temperature 0.8'),
         ("evaluate it", f"python scripts/evaluate.py {place}"),
         *([("train on", f"{start} {shlex.quote(resume)} {further}")] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),

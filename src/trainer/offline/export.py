@@ -50,6 +50,7 @@ def export_run(
         raise UserError(f"--mtp: {folder} has no multi-token prediction; leave it out")
     source = _tokenizer(checkpoint, meta, tokenizer)
     quantizer = _quantizer(folder, checkpoint, meta) if numbers is ExportFormat.fp8 else None
+    remarks.append(f"of {checkpoint}")
     made = export(checkpoint, out, model, numbers, source, quantizer=quantizer, mtp=mtp, max_file_bytes=max_file_bytes)
     if made.left:
         shown = ", ".join(made.left[:4]) + (f" and {len(made.left) - 4} more" if len(made.left) > 4 else "")
