@@ -41,13 +41,10 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
     if from_scratch and not low <= o.lr <= high:
         laws = "laws of arXiv 2401.02954 and 2507.17702"
         note("optim.lr", f"{o.lr:g}", f"{low:.1e} to {high:.1e} is usual for this size ({laws})")
-    if warmup >= steps > 1:
+    if 2 * warmup > steps > 1:
         about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(steps // 100, 1)}"
-        note(
-            "optim.warmup_steps",
-            o.warmup_steps,
-            f"the run ends before the warm-up, {key}={size}; {about}",
-        )
+        what = "the run ends before the warm-up" if warmup >= steps else "more than half of the run"
+        note("optim.warmup_steps", o.warmup_steps, f"{what}, {key}={size}; {about}")
     if from_scratch and trained < count.total and not endless:
         what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
         note(key, size, what)
