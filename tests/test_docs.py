@@ -108,7 +108,7 @@ def smaller(words: list[str]) -> list[str]:
     of_a_run = words[0].endswith(("replay_step.py", "dashboard.py", "evaluate.py", "sample.py", "export_hf.py"))
     of_a_run |= "run.resume=auto" in words and "--standalone" not in words  # which has its model, its batch, its text
     if of_a_run:
-        words = ["trainer.max_steps=6" if word.startswith("trainer.max_steps=") else word for word in words]
+        words = [re.sub(r"^trainer\.max_steps=\d{3,}$", "trainer.max_steps=6", word) for word in words]
     if of_a_run or "dry_run=true" in words or any(word.startswith("model=") for word in words):
         return words
     extra = [f"{key}={value}" for key, value in SMALL.items() if key not in given]

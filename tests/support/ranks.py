@@ -21,17 +21,19 @@ def run_cases(cases: Mapping[int, Mapping[str, Case]], train: Callable[[str, Cas
     """As one of the ranks. Rank 0 writes what each case of this world size gives, as JSON."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control = None
+    store, found = None, {}
     if size > 1:
-        dist.init_process_group("gloo")
-        control = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    world, found = World(torch.device("cpu"), rank, rank, size, size, control=control), {}
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
     for name, case in cases[size].items():
-        found[name] = train(name, case, world)
+        control = None
+        if store is not None:  # groups of its own, because each has threads and sockets
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+            control = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        found[name] = train(name, case, World(torch.device("cpu"), rank, rank, size, size, control=control))
         if rank == 0:
             out.write_text(json.dumps(found))
-    if size > 1:
-        dist.destroy_process_group()
+        if store is not None:
+            dist.destroy_process_group()
 
 
 def gradients(engine: Engine, world: World) -> dict[str, list[float]]:
