@@ -36,7 +36,7 @@ def main() -> int:
     fault, who = sys.argv[1], int(sys.argv[2])
     # short where something is waited for in vain; elsewhere a loaded machine may take its time
     heartbeat.PULSE_SECONDS, heartbeat.SILENCES = 0.5, 9 if fault == "SIGSTOP" else 240
-    heartbeat.PATIENCE = 20.0 if fault in ("refused", "mistake", "import") else 2.0
+    heartbeat.PATIENCE = 20.0 if fault in ("refused", "refused late", "mistake", "import") else 2.0
     if fault == "none":
         lobby.RANK_0_SECONDS = 4.0
 
@@ -64,7 +64,13 @@ def main() -> int:
                 while not Path(sys.argv[3]).exists():  # as W&B may
                     time.sleep(0.05)
                 raise
-        if fault == "refused" and who in (launch.rank, 2):
+        if fault == "refused late":
+            if launch.rank == 0:
+                time.sleep(1)
+            else:
+                post = JobStore.post
+                JobStore.post = lambda *args: (post(*args), time.sleep(3))[0]
+        if fault.startswith("refused") and who in (launch.rank, 2):
             raise UserError("optim.lr=9: too large; lower it")
         world.barrier()
         rank_group.leave()
@@ -143,6 +149,12 @@ def test_a_mistake_is_reported_once(pair: Pair, who: int) -> None:
 def test_a_mistake_that_is_found_when_all_have_met_is_one_line(pair: Pair, who: int) -> None:
     """Rank 0, which serves the store, goes last: the other one would print pages about losing it."""
     pair.start("refused", who)
+    said = {rank: pair.end(rank) for rank in (0, 1)}
+    assert said == {0: (2, "octet: error: optim.lr=9: too large; lower it\n"), 1: (2, "")}
+
+
+def test_rank_0_serves_the_store_until_the_rank_that_failed_first_has_seen_the_end(pair: Pair) -> None:
+    pair.start("refused late", 2)
     said = {rank: pair.end(rank) for rank in (0, 1)}
     assert said == {0: (2, "octet: error: optim.lr=9: too large; lower it\n"), 1: (2, "")}
 

@@ -332,14 +332,15 @@ class RankGroup:
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to kill some of them
         serves = self.launch.is_first and not self.launch.agent_store
-        others = [other for other in range(self.launch.size) if other != failure.rank]
+        # a rank that another one found dead or silent sees nothing
+        alive = [r for r in range(self.launch.size) if r != failure.rank or r == failure.finder]
         patience = heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS
-        self._store.wait_for_all("seen", others, time.monotonic() + patience, LOOK_SECONDS / 25)
+        self._store.wait_for_all("seen", alive, time.monotonic() + patience, LOOK_SECONDS / 25)
         if self._heartbeat is not None:
             self._heartbeat.kill_unresponsive(failure.rank)
         if serves:  # those that lose it print pages of C++
-            alive = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
-            self._store.wait_for_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
+            there = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
+            self._store.wait_for_all("over", there, time.monotonic() + heartbeat.PATIENCE)
         elif not self.launch.agent_store:
             if self._heartbeat is not None and threading.current_thread() is not self._heartbeat:
                 self._heartbeat.stop(LOOK_SECONDS)  # a call of its own that loses the store would print those pages
