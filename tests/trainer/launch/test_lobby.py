@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +28,17 @@ from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import init
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def late(function: Callable[..., Any]) -> Any:
+    """The function, which returns three seconds after its work."""
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        time.sleep(3)
+        return result
+
+    return call
 
 
 def main() -> int:
@@ -68,8 +79,7 @@ def main() -> int:
             if launch.rank == 0:
                 time.sleep(1)
             else:
-                post = JobStore.post
-                JobStore.post = lambda *args: (post(*args), time.sleep(3))[0]
+                JobStore.post = late(JobStore.post)
         if fault.startswith("refused") and who in (launch.rank, 2):
             raise UserError("optim.lr=9: too large; lower it")
         world.barrier()
