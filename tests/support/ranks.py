@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum
@@ -23,11 +24,11 @@ def run_cases(cases: Mapping[int, Mapping[str, Case]], train: Callable[[str, Cas
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, found = None, {}
     if size > 1:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
     for name, case in cases[size].items():
         control = None
         if store is not None:  # groups of its own, because each has threads and sockets
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+            dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=size)
             control = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         found[name] = train(name, case, World(torch.device("cpu"), rank, rank, size, size, control=control))
         if rank == 0:
