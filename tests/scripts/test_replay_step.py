@@ -76,13 +76,13 @@ def test_a_committed_step_after_a_skipped_one_is_replayed(run: Path) -> None:
     line = logged(run, 5)
     assert (done.ours.loss, done.ours.grad_norm) == (line["loss/total"], line["optim/grad_norm"]), "the same bits"
     assert done.ours.place is None and done.theirs.name == "fp32"
-    assert done.ours.loss == pytest.approx(done.theirs.loss, rel=0.1)
+    assert 0 < abs(done.ours.loss - done.theirs.loss) < 0.02
     ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     for name in ("embed", "layers.0.attn.q", "layers.0.attn", "layers.1.moe", "layers.1", "norm", "layers.0.ffn:grad"):
         x, y = ours[name], theirs[name]
         assert x.shape == y.shape and x.kept is not None and y.kept is not None
         error = float((x.kept.double() - y.kept.double()).norm() / y.kept.double().norm())
-        assert 0 < error < 0.5, (name, error)  # rounding; tensors of another step would be at sqrt(2)
+        assert error < 0.12 and (name == "embed" or error > 1e-3), (name, error)
     cast = ours["layers.0.attn.q:input"]
     assert cast.saturated is not None and cast.underflown is not None and 0 <= cast.saturated < 0.01
     assert "layers.0.attn.q:input" not in theirs, "nothing is cast"

@@ -129,11 +129,10 @@ def test_the_rank_that_waits_for_its_data_is_named(said: dict[str, dict[str, Any
 def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> None:
     line = said[name]
     names = line["names"]["fp8"]
-    for what in ("saturated", "underflown", "error"):  # of all numbers, and of their norm; 1: nothing is left of them
+    for what, most in (("saturated", 0.02), ("underflown", 0.02), ("error", 0.15)):
         values = line["fp8"][what]
         assert len(values) == len(names)
-        assert all(value is not None and 0 <= value < 1 for value in values), (what, values)
-    assert min(line["fp8"]["error"]) > 0, "every tensor is rounded"
+        assert all(value is not None and value <= most for value in values), (what, values)
     assert all(value > 1 for place in line["blocks"].values() for value in place)
     assert math.isfinite(line["shadow/loss_gap"])
     assert 0 < line["optim/update_ratio"] < 0.1
