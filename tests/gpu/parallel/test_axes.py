@@ -35,7 +35,8 @@ RECIPES |= {"muon": ["precision=fp32", EAGER, "optim=muon_wsd"]}
 AXES = [f"parallel.{axis}=2" for axis in ("context", "tensor", "pipeline")]
 ZBV = "parallel.pipeline=2 parallel.stages_per_rank=2 parallel.schedule=zbv compile.enabled=auto"
 AXES += [ZBV]
-CASES = [(recipe, axis) for recipe in RECIPES for axis in AXES if recipe != "muon"] + [("muon", "parallel.shard=2")]
+CASES = [(recipe, axis) for recipe in RECIPES for axis in AXES if recipe != "muon"]
+CASES += [("muon", f"parallel.{axis}=2") for axis in ("shard", "tensor", "pipeline")]
 
 
 def train(recipe: str, axis: str, world: World) -> list[float]:
