@@ -160,7 +160,10 @@ def graph_differs(layer: Layer, plain: dict[str, Tensor]) -> list[str]:
     try:
         graph, y = graph_of(layer)
     except RuntimeError as error:
-        return [str(error).splitlines()[0]]
+        first: BaseException = error
+        while first.__context__ is not None:  # the end of a capture that failed raises, too
+            first = first.__context__
+        return [str(first).splitlines()[0]]
     bad = []
     for _ in range(5):
         layer.arena.amax.zero_()
