@@ -110,11 +110,11 @@ def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Check
                 slots.capacity = 0.5
                 crowded = layer.step()
                 bad = [n for n, value in crowded.items() if not torch.isfinite(value).all()]
-                fill = slots.fill.clone()
-                dist.all_reduce(fill, dist.ReduceOp.MAX)
-                bad += [] if fill > 1 else [f"fill is {float(fill):.2f}"]
-                slots.fit(float(fill))
-                slots.fill.zero_()
+                fill = reviewed(slots)
+                bad += [] if fill > 1 else [f"fill is {fill:.2f}"]
+                while slots.observing:  # by all_to_all, until slots are used again
+                    bad += differing(layer.step(), plain)
+                    reviewed(slots)
                 bad += differing(layer.step(), plain)
                 bad += [] if slots.fill <= 1 else [f"fill after it {float(slots.fill):.2f}"]
                 checks.note(f"{recipe} {name}: too little room is noticed, and grows", bad)
@@ -138,6 +138,15 @@ def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Check
                 slots = Slots(transport, ROOM, torch.zeros((), device=device))
                 layer.through(SlotDispatcher(slots, o.experts))
                 checks.note(f"{recipe} {name}: without a history", differing(layer.step(), fresh))
+
+
+def reviewed(slots: Slots) -> float:
+    """Review the room as a run does: return the largest `fill` of all processes, and begin again at 0."""
+    fill = slots.fill.clone()
+    dist.all_reduce(fill, dist.ReduceOp.MAX)
+    slots.fill.zero_()
+    slots.fit(float(fill))
+    return float(fill)
 
 
 def waits(layer: Layer, device: torch.device) -> list[str]:
