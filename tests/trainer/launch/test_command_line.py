@@ -1,4 +1,4 @@
-"""The command line: each mistake ends in one clear line and leaves nothing behind; bugs keep their traceback."""
+"""The command line: each mistake ends in one clear line and leaves nothing behind."""
 
 import importlib.util
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import trainer.trainer
-from precision.errors import UserError
 from trainer.config import Config
-from trainer.launch.command_line import guarded
-from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
-from trainer.step.guard import TrainingStopped
 from trainer.trainer import Summary
 
 ROOT = Path(__file__).parents[3]
@@ -259,109 +254,6 @@ def test_a_dry_run_has_the_microbatch_of_a_run(call: Call):
 def test_a_dry_run_refuses_a_name_that_a_run_would(call: Call, capsys: pytest.CaptureFixture[str]):
     assert call("dry_run=true", "run.name=a/b") == 2
     assert "run.name=a/b: must be a plain folder name" in capsys.readouterr().err
-
-
-def refuse() -> None:
-    raise UserError("optim.lr=9: too\n  large; lower it")
-
-
-def fail() -> None:
-    raise TrainingStopped("3 steps in a row were not finite")
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def stop() -> None:
-    raise TrainingStopped("stopped by SIGTERM after step 3, saved", exit_code=143)
-
-
-def run_out_of_disk() -> None:
-    raise OSError(28, "No space left on device", "runs/x")
-
-
-def write_below_a_file() -> None:
-    Path("/dev/null/x").write_text("")
-
-
-@pytest.mark.parametrize(
-    ("main", "code", "says"),
-    [
-        (refuse, 2, "octet: error: optim.lr=9: too large; lower it\n"),
-        (fail, 1, "octet: error: 3 steps in a row were not finite\n"),
-        (interrupt, 130, "octet: interrupted\n"),
-        (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
-        (run_out_of_disk, 1, "octet: error: runs/x: No space left on device; free space, or name another place\n"),
-        (
-            write_below_a_file,
-            1,
-            "octet: error: /dev/null/x: Not a directory; correct the path or its permissions, or name another place\n",
-        ),
-    ],
-)
-def test_user_and_run_errors_are_one_line(
-    main: Callable[[], None], code: int, says: str, capsys: pytest.CaptureFixture[str]
-):
-    assert guarded(main) == code
-    assert capsys.readouterr().err == says
-
-
-def test_an_error_caused_by_an_interrupt_is_no_bug(capsys: pytest.CaptureFixture[str]):
-    """Within an import of a library, say. Without a signal it is one."""
-    rank_group = RankGroup()
-
-    def main() -> None:
-        [][0]
-
-    rank_group.stop_signal = signal.SIGINT
-    assert guarded(main, rank_group) == 130
-    assert capsys.readouterr().err == "octet: interrupted\n"
-    rank_group.stop_signal = 0
-    with pytest.raises(IndexError):
-        guarded(main, rank_group)
-
-
-def test_a_warning_of_ours_is_one_line_without_a_place_in_the_code(capsys: pytest.CaptureFixture[str]):
-    own, theirs = str(ROOT / "src" / "trainer" / "build.py"), str(ROOT / "elsewhere.py")
-
-    def main() -> None:
-        for file in (own, theirs):
-            warnings.warn_explicit("model.vocab_size=9: too many", UserWarning, file, 3)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda *about: sys.stderr.write(warnings.formatwarning(*about[:4]))
-        assert guarded(main) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "octet: model.vocab_size=9: too many" and "elsewhere.py:3: UserWarning" in said[1]
-
-
-def bug_in_a_raise_statement() -> None:
-    raise ValueError("heads: 3 and 4")  # no UserError: nothing that the user gave
-
-
-def bug_within_a_raise_statement() -> None:
-    raise UserError(str({}["x"]))
-
-
-@pytest.mark.parametrize(
-    ("bug", "error"),
-    [
-        (lambda: int("x"), ValueError),  # not raised by us: a mistake in an expression
-        (bug_in_a_raise_statement, ValueError),
-        (bug_within_a_raise_statement, KeyError),
-        (lambda: {}["x"], KeyError),
-        (lambda: os.path.commonpath([]), ValueError),  # raised by a library
-        (lambda: subprocess.run([], check=True), (IndexError, ValueError)),
-    ],
-)
-def test_a_bug_keeps_its_traceback(bug: Callable[[], object], error: type[Exception]):
-    def main() -> None:
-        bug()
-
-    with pytest.raises(error):
-        guarded(main)
 
 
 def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
