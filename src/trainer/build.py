@@ -46,7 +46,7 @@ from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
 from trainer.run.location import check_place, will_resume
-from trainer.run.resume_source import check_resumable, checkpoint_origin, init_from
+from trainer.run.resume_source import check_resumable, checkpoint_origin, init_from, moved_rate
 from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
@@ -131,6 +131,8 @@ class Run:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors start without a scaling history" if fresh else ""
         self.sinks.event("resume", self.folder.first_step, message)
+        if rate := moved_rate(meta, self.config, self.folder.first_step, int(self.engine.guard.committed)):
+            self.sinks.event("settings", self.folder.first_step, rate)
         self.checkpointer.warn_of_deletions(self.folder.first_step, self.ladder.streak_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
             changed = f"the text of {self.data.validation.path} has changed, and so loss/validation will"

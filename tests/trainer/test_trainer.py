@@ -238,6 +238,21 @@ def test_a_run_may_resume_in_another_precision(config: Configs) -> None:
     assert "bf16" in (run / "precision_plan.txt").read_text().splitlines()[0]
 
 
+def test_a_resumed_run_prints_a_learning_rate_that_moves(config: Configs) -> None:
+    """The decay over the last 3/4: of 6 steps it takes 4, and step 4 is its second; of 12 it takes 9, and that is its
+    first."""
+    words = "run.name=run", "run.resume=auto", "optim.decay_fraction=0.75", "optim.lr=1e-3", "optim.min_lr_ratio=0"
+    run = stopped_after(config(*words), 3)
+    shutil.copytree(run, run.with_name("same"))
+    train(config(*words, "run.name=same"))
+    train(config(*words, "trainer.max_steps=12"))
+    line = "learning rate of step 4: 0.0005 -> 0.000889: the schedule spans the whole run, 6 -> 12 steps"
+    for name, expected in (("same", []), ("run", [line])):
+        events = lines(run.with_name(name) / "events.jsonl")
+        said = [line["message"] for line in events if line["message"].startswith("learning rate")]
+        assert said == expected
+
+
 def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
     run = stopped_after(config("run.name=run", "run.resume=auto"), 2)
     before = sorted(run.rglob("*"))

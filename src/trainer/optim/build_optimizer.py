@@ -27,8 +27,7 @@ def build_optimizer(
     """Build the optimizer of the plan's model. world, degrees: the ranks that share its weights, and their layout; with
     several this is a collective.
     Raises ValueError if Muon would miss a weight that it should update: such a model needs a rule."""
-    timeline, c, no_decay = Timeline(config.trainer), config.optim, model.no_decay()
-    schedule = LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
+    c, schedule, no_decay = config.optim, learning_rate(config), model.no_decay()
     if c.name is OptimizerName.adamw:
         return Optimizer(model, no_decay, c, schedule, device, world)
     found = {f"{name}.weight": each for name, each in muon_layouts(config, plan, degrees).items()}
@@ -37,6 +36,12 @@ def build_optimizer(
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
             raise ValueError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
     return Muon(model, no_decay, c, schedule, device, found, world, degrees, stage_group(degrees, device.type))
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """Return the learning rate of a run, as a function of its steps."""
+    timeline, c = Timeline(config.trainer), config.optim
+    return LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:

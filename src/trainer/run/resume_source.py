@@ -26,6 +26,7 @@ from trainer.config.paths import kept_tree
 from trainer.config.timeline import Timeline, last_step
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
+from trainer.optim.build_optimizer import learning_rate
 from trainer.optim.orthogonalise import polynomials
 from trainer.run.location import CHECKPOINTS, check_name, check_place, will_resume
 from trainer.run.run_folder import Note, find_checkpoint
@@ -78,6 +79,21 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
         raise UserError(
             f"trainer.phases: {checkpoint} was trained {read}; past phases must stay, later ones may change"
         )
+
+
+def moved_rate(meta: Mapping[str, Any], config: Config, step: int, committed: int) -> str | None:
+    """Return a line if a run that resumes after `step` has another learning rate in its next step than with the config
+    of its checkpoint, which has this meta; None if not. committed: steps committed so far."""
+    if "config" not in meta:
+        return None
+    was, steps = load(meta["config"]), Timeline(config.trainer).steps
+    then, now = (float(learning_rate(each).at(torch.tensor(committed), step)) for each in (was, config))
+    if step == steps or then == now:
+        return None
+    length, because = Timeline(was.trainer).steps, ""
+    if length != steps:
+        because = f": the schedule spans the whole run, {length:,} -> {steps:,} steps"
+    return f"learning rate of step {step + 1}: {then:.3g} -> {now:.3g}{because}"
 
 
 def _check_same(theirs: dict, ours: dict, path: Path) -> None:
