@@ -33,11 +33,12 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 
 def unknown_key(key: str, value: Any) -> str:
     """Return the message for a key that the schema does not have."""
-    keys = keys_of(Config)
     wrong = generic(key)
-    keys = [each for each in keys if "[]" not in each or "[]" in wrong]
-    parent = wrong.rpartition(".")[0]
-    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    listed, entry, _ = wrong.rpartition("[]")
+    parent = listed + entry or wrong.rpartition(".")[0]
+    siblings = [k for k in keys_of(Config) if k.rpartition(".")[0] == parent]
+    # an entry of a list has no keys of other sections
+    keys = siblings if entry else [each for each in keys_of(Config) if "[]" not in each]
     same_name = [k for k in keys if k.rpartition(".")[2] == wrong.rpartition(".")[2]]
     meant = same_name[0] if len(same_name) == 1 else octet_key(wrong)  # optim.max_steps
     meant = meant or nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys, ELSEWHERE)
@@ -48,7 +49,7 @@ def unknown_key(key: str, value: Any) -> str:
         return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
     if meant is not None:
         return f"{problem}; did you mean {meant}?"
-    if parent in keys:
+    if parent and siblings:
         return f"{problem}; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
     return f"{problem}; the sections are {', '.join(k for k in keys if '.' not in k)}"
 

@@ -151,6 +151,8 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("optim.xyzzy", 1, "optim has lr, betas,"),
         ("debug.inject", {"step": 1, "were": "loss", "value": "nan"}, "did you mean debug.inject.where?"),
         ("precision.rules.exceptions", [{"mtch": "a"}], "exceptions[0].mtch=a: there is no such key; did you mean"),
+        ("trainer.phases", [{"steps": 5}], "phases[0].steps=5: there is no such key; trainer.phases[] has until,"),
+        ("trainer.phases", [{"optim": {"lr": 1}}], "did you mean trainer.phases[].lr?"),
         ("trainer.max_steps", "ten", "trainer.max_steps=ten: must be a whole number"),
         ("trainer.max_steps", 1.5, "trainer.max_steps=1.5: must be a whole number"),
         ("trainer.max_steps", 10**20, "must be a whole number or null, and no more than 9007199254740992"),
