@@ -1,8 +1,8 @@
 """Look at runs: loss, norms, scales, experts, speed, power and events, in one HTML file or live.
 
-    python scripts/dashboard.py runs/mine                                  writes runs/mine/dashboard.html
-    python scripts/dashboard.py runs/bf16 runs/fp8_delayed --out both.html     several, and the gap to the first
-    python scripts/dashboard.py runs/mine --serve                          live, at http://127.0.0.1:8765, until Ctrl-C
+    python scripts/dashboard.py runs/mine                     writes runs/mine/dashboard.html
+    python scripts/dashboard.py runs/bf16 runs/fp8_delayed    several, gaps to the first: runs/bf16/comparison.html
+    python scripts/dashboard.py runs/mine --serve             live, at http://127.0.0.1:8765, until Ctrl-C
 
 The file needs no network and no other file: it can be mailed, or opened on a phone. With --serve, a run may still be
 training, or start later; to view it from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
@@ -29,7 +29,10 @@ def run() -> None:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (default: dashboard.html in the run's folder)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: in the first run's folder, dashboard.html; comparison.html of several)",
     )
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine, as it changes")
     parser.add_argument("--port", type=int, metavar="PORT", help="of --serve (8765)")
@@ -46,9 +49,7 @@ def run() -> None:
     from trainer.health.dashboard.page import page, payload
 
     runs = [read(path) for path in arguments.runs]
-    if arguments.out is None and len(runs) > 1:
-        raise UserError("--out is missing: say where the page of several runs should go, as --out compare.html")
-    out = arguments.out or runs[0].path / "dashboard.html"
+    out = arguments.out or runs[0].path / ("dashboard.html" if len(runs) == 1 else "comparison.html")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'its folder does not exist'}; give a file")
     replace_file(out, page(payload(runs)).encode(errors="replace"))

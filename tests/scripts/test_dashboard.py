@@ -45,9 +45,10 @@ def test_a_page_of_one_run_and_of_two(runs: Path) -> None:
     done = dashboard(runs, "a")
     assert (done.returncode, done.stdout) == (0, "a/dashboard.html\n"), done.stderr
     assert "<title>a - Octet</title>" in (runs / "a" / "dashboard.html").read_text()
-    done = dashboard(runs, "a", "b", "--out", "both.html")
-    assert (done.returncode, done.stdout) == (0, "both.html\n"), done.stderr
-    assert "gap/training" in (runs / "both.html").read_text()
+    for words, page in (((), "a/comparison.html"), (("--out", "both.html"), "both.html")):
+        done = dashboard(runs, "a", "b", *words)
+        assert (done.returncode, done.stdout) == (0, f"{page}\n"), done.stderr
+        assert "gap/training" in (runs / page).read_text()
 
 
 def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +64,6 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
     for arguments, said in (
         (["nope"], "nope: no such folder; give"),
         (["empty"], "empty: no metrics.jsonl in it; give"),
-        (["a", "b"], "--out is missing"),
         (["a", "a"], "named twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: its folder does not exist"),
         (["a", "--port", "1"], "--port 1: it is for --serve"),
