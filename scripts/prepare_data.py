@@ -36,6 +36,9 @@ def run() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
+    shown = str(own.out).encode(errors="backslashreplace").decode()
+    if shown != str(own.out):
+        raise UserError(f"--out={shown}: not UTF-8, as data.path of a run has to be; choose another folder")
     from trainer.config import load
     from trainer.config.unused_data_keys import without_effect
     from trainer.data.prepared import SUMMARY, add_bigram

@@ -1,5 +1,6 @@
 """scripts/prepare_data.py prepares what the command line names, and says in one line what is wrong with it."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,4 +24,12 @@ def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path: Path, run_pytho
     result = run_python(SCRIPT, "data=text", "data.path=nowhere", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr == ("octet: error: data.path=nowhere: there is no such folder or file: give an existing one\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_no_run_could_name_is_refused_before_anything_is_written(tmp_path: Path, run_python: Run) -> None:
+    result = run_python(SCRIPT, "--out", os.fsdecode(b"data\xff"), cwd=tmp_path)
+    assert result.returncode == 2
+    message = "--out=data\\udcff: not UTF-8, as data.path of a run has to be; choose another folder"
+    assert result.stderr == f"octet: error: {message}\n"
     assert not list(tmp_path.iterdir())
