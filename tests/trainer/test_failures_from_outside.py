@@ -164,13 +164,14 @@ def test_what_is_left_out_of_the_data_is_counted_and_reported(config: Configs, c
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     (folder / "latin.txt").write_bytes("é a".encode("latin-1"))
     words = (f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "trainer.max_steps=2")
-    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: latin\.txt: not UTF-8 text: repair"):
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: latin\.txt, byte 0 in line 1: not UTF-8 text: "):
         Trainer(config("run.name=a", *words))
     assert not (tmp_path / "runs").exists()
     run = Trainer(config("run.name=a", "data.skip_damaged=true", *words)).train().folder
     assert [line["data/skipped_shards"] for line in lines(run / "metrics.jsonl") if "loss/total" in line] == [1, 1]
     (event,) = events(run, "data")
-    assert "latin.txt (not UTF-8 text)" in event["message"] and (event["count"], event["paths"]) == (1, ["latin.txt"])
+    assert "latin.txt (not UTF-8 text, byte 0 in line 1)" in event["message"]
+    assert (event["count"], event["paths"]) == (1, ["latin.txt"])
     clean = Trainer(config("run.name=b", "trainer.max_steps=2")).train().folder
     assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
 

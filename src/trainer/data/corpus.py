@@ -145,19 +145,32 @@ def split(documents: Iterable[Document], validation_fraction: float) -> tuple[li
     return train, validation
 
 
-def unreadable_reason(path: Path) -> str | None:
-    """Return why a file cannot be a document (it cannot be read, or is not UTF-8 text), or None. Reads it in blocks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def unreadable_reason(path: Path) -> tuple[str, str] | None:
+    """Return why a file cannot be a document (it cannot be read, or is not UTF-8 text), and the place in it; None if it
+    can. Reads it in blocks."""
+    decoder, end = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
+                end += len(block)
                 decoder.decode(block)
-            decoder.decode(b"", final=True)
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return "cut off within a character" if error.reason == "unexpected end of data" else NOT_UTF8
+        byte = end - len(error.object) + error.start
+        where = f"byte {byte} in line {1 + lines_before(path, byte)}"
+        return "cut off within a character" if error.reason == "unexpected end of data" else NOT_UTF8, where
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}", ""
     return None
+
+
+def lines_before(path: Path, byte: int) -> int:
+    """Return the number of lines of a file that end before a byte."""
+    lines, left = 0, byte
+    with path.open("rb") as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
 
 
 def read_pieces(path: Path) -> Iterator[str]:

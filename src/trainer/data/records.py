@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
-from trainer.data.corpus import NOT_UTF8, read_part, read_pieces, unreadable_reason
+from trainer.data.corpus import NOT_UTF8, lines_before, read_part, read_pieces, unreadable_reason
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
@@ -55,7 +55,7 @@ class Skipped:
     count: int
     """Number of documents. 0: a file, or the rest of one, whose documents cannot be counted."""
     first: str
-    """Place of the first of them; empty for a file."""
+    """Place of the first of them; of a file, the byte that is wrong, if one is."""
 
     def line(self) -> str:
         """Format it without brackets."""
@@ -64,7 +64,7 @@ class Skipped:
 
     def __str__(self) -> str:
         if not self.count:
-            return f"{self.path} ({self.why})"
+            return f"{self.path} ({self.why}{self.first and f', {self.first}'})"
         many = f"{self.count:,} documents" if self.count > 1 else "1 document"
         return f"{many} of {self.path} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
 
@@ -107,9 +107,9 @@ class SkipLog:
             )
         self.found[path, why] = Skipped(path, why, count, first)
 
-    def lost(self, path: str, why: str) -> None:
+    def lost(self, path: str, why: str, where: str = "") -> None:
         """Record a file, or the rest of one, that cannot be read."""
-        self.add(path, why, count=0)
+        self.add(path, why, where, count=0)
 
 
 class Block(Protocol):
@@ -177,13 +177,7 @@ class Lines:
     def _lines_before(self) -> int | None:
         """Return the number of lines of the file before this block, for a message; None far into a large file, which
         would have to be read again."""
-        if self.begin > COUNTED_BYTES:
-            return None
-        lines, left = 0, self.begin
-        with self.path.open("rb") as file:
-            while left and (block := file.read(min(left, BLOCK_BYTES))):
-                lines, left = lines + block.count(b"\n"), left - len(block)
-        return lines
+        return None if self.begin > COUNTED_BYTES else lines_before(self.path, self.begin)
 
 
 @dataclass(frozen=True)
@@ -366,7 +360,7 @@ class TextFile:
                 yield piece._replace(held_out=self.held_out)
             return
         if wrong := unreadable_reason(self.path):
-            log.lost(self.label, wrong)
+            log.lost(self.label, *wrong)
             return
         waiting: str | None = None
         try:

@@ -97,14 +97,18 @@ def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
         [
             (b"plain", None),
             ("ünïcode".encode(), None),
-            ("é a".encode("latin-1"), "not UTF-8 text"),
-            (b"a\xe2\x88", cut_off),
+            ("é a".encode("latin-1"), ("not UTF-8 text", "byte 0 in line 1")),
+            (b"a\n\xe2\x88", (cut_off, "byte 2 in line 2")),
+            (
+                ("a" * 999 + "\n").encode() * 1048 + b"a" * 574 + b"\xe2\x88a",
+                ("not UTF-8 text", f"byte {2**20 - 2} in line 1049"),
+            ),
         ]
     ):
         path = tmp_path / str(number)
         path.write_bytes(content)
         assert unreadable_reason(path) == wrong
-    assert unreadable_reason(tmp_path) == "cannot be read: Is a directory"
+    assert unreadable_reason(tmp_path) == ("cannot be read: Is a directory", "")
 
 
 def test_a_folder_in_which_nothing_can_be_read_is_named(

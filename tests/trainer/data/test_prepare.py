@@ -166,7 +166,7 @@ def test_a_damaged_file_is_named_and_left_out_only_if_that_is_allowed(
     with pytest.raises(ValueError, match=says):
         prepare(data, 300)
     result = prepare(replace(data, skip_damaged=True), 300)
-    assert [str(damage) for damage in result.left_out][1] == "latin.py (not UTF-8 text)"
+    assert [str(damage) for damage in result.left_out][1] == "latin.py (not UTF-8 text, byte 2 in line 1)"
     facts = result.train.sidecar
     assert facts.num_documents + result.validation.sidecar.num_documents == 10
     assert facts.source_fingerprint != clean.train.sidecar.source_fingerprint
