@@ -56,6 +56,18 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_wsd", "muon_wsd"])
+def test_a_step_takes_gradients_scaled_to_the_clip(config: Configs, optimizer: str) -> None:
+    """Seen in the moments: after one step they are the gradients, AdamW's first ones times 1 - beta1."""
+    keys = f"optim={optimizer}", "precision=fp32", f"optim.clip={(clip := 2.0**-6)}"
+    engine = build_engine(config(*keys), torch.device("cpu"))
+    assert train_step(engine, 1, windows(4), 2).metrics["optim/grad_norm"] > 10 * clip
+    states = engine.optimizer.state_dict().values()
+    share = {"exp_avg": 1 - config(*keys).optim.betas[0], "momentum": 1.0}
+    norms = [state[key].double().norm() / share[key] for state in states for key in share if key in state]
+    assert float(torch.stack(norms).norm()) == pytest.approx(clip, rel=1e-5)
+
+
 def test_a_skipped_step_does_not_advance_the_learning_rate(config: Configs) -> None:
     bad = "debug.inject={step: 2, where: loss, value: nan}"
     engine = build_engine(config("precision=fp32", "optim.warmup_steps=10", bad), torch.device("cpu"))
