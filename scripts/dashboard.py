@@ -63,6 +63,7 @@ def read(path: Path) -> "Run":
     if not (path / METRICS).is_file():
         lacks = f"no {METRICS} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
+    (path / METRICS).open().close()  # its reader waits for a file that it may not read
     found = Run(path)
     found.poll()
     if not found.series:

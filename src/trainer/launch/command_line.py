@@ -1,8 +1,9 @@
 """The command line of programs: options, and errors in one line.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
-errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
-and keeps its traceback. With several processes, one prints it.
+errors take several, and advise to add a mistyped key to the config: they are reworded here. A file error names the
+file: a denied permission has the exit code of a UserError, any other (a full disk) that of a RunError. Everything else
+is a bug and keeps its traceback. With several processes, one prints it.
 
 This module imports torch only after an error: `--help` is quick, and Ctrl-C reaches `guarded`.
 """
@@ -66,7 +67,8 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
         if rank_group.connected and end.by_signal:
             rank_group.stopped(end.message or "", end.code)
         if rank_group.connected and not end.orderly:
-            rank_group.failed(error, end.code, end.message, of_all=end.code == REFUSED)
+            of_all = end.code == REFUSED and not isinstance(error, OSError)  # a file may be denied to one rank alone
+            rank_group.failed(error, end.code, end.message, of_all)
         first = (
             rank_group.launch.is_first
             if rank_group.connected
@@ -143,7 +145,8 @@ def _judge(error: BaseException, stop_signal: int) -> _Outcome:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _Outcome("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, UserError | RunError | OSError):
-        code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
+        of_user = isinstance(error, UserError | PermissionError)
+        code = REFUSED if of_user else getattr(error, "exit_code", FAILED)
         word = "error: " if code < 128 else ""  # a run stopped by a signal has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _Outcome(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))

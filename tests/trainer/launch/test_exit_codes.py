@@ -38,6 +38,10 @@ def run_out_of_disk() -> None:
     raise OSError(28, "No space left on device", "runs/x")
 
 
+def lack_permission() -> None:
+    raise PermissionError(13, "Permission denied", "runs/x")
+
+
 def write_below_a_file() -> None:
     Path("/dev/null/x").write_text("")
 
@@ -50,6 +54,11 @@ def write_below_a_file() -> None:
         (interrupt, 130, "octet: interrupted\n"),
         (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
         (run_out_of_disk, 1, "octet: error: runs/x: No space left on device; free space, or name another place\n"),
+        (
+            lack_permission,
+            2,
+            "octet: error: runs/x: Permission denied; correct the path or its permissions, or name another place\n",
+        ),
         (
             write_below_a_file,
             1,
