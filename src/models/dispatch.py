@@ -4,6 +4,8 @@
     AllToAllDispatcher   the E experts are spread over the P processes of a group; process r holds experts r E/P to
                          (r + 1) E/P - 1. A token travels to the processes of its K experts, their results travel back
                          (expert parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
+    TwoHopDispatcher     the same over several nodes: a token travels once to each node that it needs, and from there to
+                         the node's processes
 
 `precision.wire` defines the message format; this module decides how many rows each pair of processes exchanges. Each
 process counts its rows for every other one and sends the counts. The collectives need them on the host: one copy from
@@ -112,7 +114,8 @@ class _Pending:
 
 @dataclass
 class _Exchange:
-    """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process.
+    """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process. agree: the
+    processes of `largest`.
 
     Where nothing arrives, one row of zeros does, so that the experts produce gradients (of zero).
     """
@@ -120,6 +123,7 @@ class _Exchange:
     group: Any
     sent: list[int]
     received: list[int]
+    agree: Any
 
     def to_experts(self, *rows: Tensor) -> list[Tensor]:
         """Send rows [R, ...]; return [A, ...]."""
@@ -132,7 +136,7 @@ class _Exchange:
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the group's maximum, 0-d."""
-        return largest(x, self.group)
+        return largest(x, self.agree)
 
     def _move(self, rows: Tensor, sizes: list[int], into: list[int]) -> Tensor:
         rows = rows.contiguous()
@@ -151,21 +155,22 @@ def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class AllToAllDispatcher:
     """Dispatcher for experts spread over the processes of `group`; see the module docstring. experts: the global ones
-    that are here.
+    that are here. agree: the processes that share scales, if not the group.
 
     UserError if they cannot be spread evenly.
     """
 
     traceable = False
+    second_hop = False
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int):
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, agree: dist.ProcessGroup | None = None):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if num_experts % size:
             raise UserError(
                 f"parallel.expert={size}: {num_experts} experts cannot be spread evenly; set a divisor of "
                 f"model.num_experts={num_experts}"
             )
-        self.group, self.size, self.num_experts = group, size, num_experts
+        self.group, self.size, self.num_experts, self._agree = group, size, num_experts, agree or group
         each = num_experts // size
         self.experts = range(rank * each, (rank + 1) * each)
         for name in ("begin", "finish"):  # not as decorators: those would make every program import the compiler
@@ -174,7 +179,7 @@ class AllToAllDispatcher:
     def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Pending:
         """See `Dispatcher`: computes the tokens' rows, counts them, and sends the counts to the other processes."""
         kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
-        row_map = RowMap.packed(expert_TK, self.size, len(self.experts), kernels)
+        row_map = RowMap.packed(expert_TK, self.size, len(self.experts), kernels, self.second_hop)
         sent = row_map.counts()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -189,15 +194,23 @@ class AllToAllDispatcher:
 
     def finish(self, pending: _Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
+        return self._finish(pending, add_TD, experts)
+
+    def _finish(
+        self, pending: _Pending, add_TD: Tensor | None, experts: RoutedExperts, first: GradRows | None = None
+    ) -> Tensor:
+        """As `finish`. first: scale and amax of dy in the first hop, if this is the second."""
         if pending.ready is not None:
             pending.ready.synchronize()
         *sizes, choices, x_known, dy_known = pending.summary.tolist()
-        exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :])
+        exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :], self._agree)
         x, gate_up, down, row_map = pending.x, experts.gate_up, experts.down, pending.row_map.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
-        grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
+        grad = None
+        if isinstance(x, Operand):
+            grad = GradFormat.of(down, bool(dy_known)) if first is None else GradFormat.again(down, first)
         x_AD, expert_AK, weight_AK = send(
-            x, pending.expert, pending.weight.float(), row_map, exchange, gate_up, bool(x_known)
+            x, pending.expert, pending.weight.float(), row_map, exchange, gate_up, bool(x_known) or self.second_hop
         )
         if not any(exchange.received):  # the row of zeros needs an expert to yield a gradient
             expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]

@@ -27,6 +27,7 @@ from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from models.layers import FFN, RMSNorm
 from models.router import Gate
 from models.slots import SlotDispatcher, Slots
+from models.two_hops import Hops, TwoHopDispatcher
 from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, expert_ffn
 
 if TYPE_CHECKING:
@@ -134,15 +135,20 @@ class MoE(nn.Module):
         at_once = (self.experts.gate_up,) if self.experts.dispatch is None else ()
         self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
 
-    def spread(self, group: "ProcessGroup", slots: Slots | None = None) -> None:
-        """Keep this process's share of the experts and send tokens to those of the group, in `slots` if given (expert
-        parallelism).
+    def spread(self, group: "ProcessGroup", by: Slots | Hops | None = None) -> None:
+        """Keep this process's share of the experts and send tokens to those of the group (expert parallelism), in
+        slots or in two hops if given.
 
         Call it after the weights are drawn (they are split) and before the arena is made. UserError where this is
         impossible.
         """
         experts = self.gate.num_experts
-        dispatcher = AllToAllDispatcher(group, experts) if slots is None else SlotDispatcher(slots, experts)
+        if isinstance(by, Slots):
+            dispatcher = SlotDispatcher(by, experts)
+        elif isinstance(by, Hops):
+            dispatcher = TwoHopDispatcher(by, experts)
+        else:
+            dispatcher = AllToAllDispatcher(group, experts)
         self.experts.keep(dispatcher.experts)
         self.dispatcher = dispatcher
 

@@ -61,7 +61,8 @@ class RowMap(NamedTuple):
 
     token [R]: the token of each row. process [R]: its destination. position [T, P]: the row of a token to a process, -1
     for none. owner [T, K]: the process of each chosen expert. each: experts per process. kernels: whether `gather` and
-    `sum` run as kernels of the cuda backend (BF16 results).
+    `sum` run as kernels of the cuda backend (BF16 results). partial: whether some chosen experts are in none of the P
+    processes (owner P).
 
     Until `cut`, when the host knows R, token and process have room for the largest R. With slots (`in_slots`), R is
     fixed: each process gets `slots` rows, used ones first; token is -1 in the unused ones.
@@ -74,13 +75,16 @@ class RowMap(NamedTuple):
     each: int
     kernels: bool
     slots: int = 0
+    partial: bool = False
 
     @staticmethod
-    def packed(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "RowMap":
-        """Compute the rows to send for expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1."""
+    def packed(expert_TK: Tensor, processes: int, each: int, kernels: bool, partial: bool = False) -> "RowMap":
+        """Compute the rows to send for expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1.
+        partial: `processes * each` stands for an expert that none of them holds."""
         (T, K), P = expert_TK.shape, processes
         owner_TK = expert_TK // each
-        wanted_PT = torch.zeros(P, T, dtype=torch.bool, device=expert_TK.device).scatter_(0, owner_TK.t(), True)
+        wanted_PT = torch.zeros(P + partial, T, dtype=torch.bool, device=expert_TK.device)
+        wanted_PT = wanted_PT.scatter_(0, owner_TK.t(), True)[:P]
         row_PT = wanted_PT.flatten().cumsum(0).view(P, T) - 1
         room = T * min(K, P)
         place_PT = torch.where(wanted_PT, row_PT, room)
@@ -88,7 +92,7 @@ class RowMap(NamedTuple):
         index.scatter_(0, place_PT.flatten(), torch.arange(P * T, device=expert_TK.device))
         position_TP = torch.where(wanted_PT, row_PT, -1).t().contiguous()
         fmt = torch.int32 if kernels else torch.int64
-        return RowMap((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels)
+        return RowMap((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels, partial=partial)
 
     @staticmethod
     def in_slots(expert_TK: Tensor, processes: int, each: int, kernels: bool, slots: int) -> tuple["RowMap", Tensor]:
@@ -115,9 +119,10 @@ class RowMap(NamedTuple):
 
     def counts(self) -> Tensor:
         """Return [P, 2] int64: the rows to each process, and the number of their choices."""
-        choices_P = torch.zeros(self.position.shape[1], dtype=torch.int64, device=self.owner.device)
-        owner = self.owner.flatten()
-        return torch.stack([(self.position >= 0).sum(0), choices_P.scatter_add_(0, owner, torch.ones_like(owner))], 1)
+        P, owner = self.position.shape[1], self.owner.flatten()
+        choices_P = torch.zeros(P + self.partial, dtype=torch.int64, device=owner.device)
+        choices_P = choices_P.scatter_add_(0, owner, torch.ones_like(owner))[:P]
+        return torch.stack([(self.position >= 0).sum(0), choices_P], 1)
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """Gather x [T, D] into rows [R, D]."""
@@ -176,6 +181,17 @@ class GradFormat:
             GradRows(scale if known else torch.zeros_like(scale), torch.zeros_like(amax)),
         )
 
+    @staticmethod
+    def again(down: GroupedLinear, first: GradRows) -> "GradFormat | None":
+        """Return the format for gradients that were sent before, under the scale of `first`: the same numbers, whose
+        amax is recorded already."""
+        made = GradFormat.of(down, True)
+        if made is not None:
+            made.slot = Slot(made.slot.names, made.slot.format)
+            made.slot.scale, made.slot.amax, made.rows = first.scale, torch.zeros_like(first.amax), first
+            made.recipe = made.recipe.with_given_scale
+        return made
+
     def quantize(self, dy: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         """Return FP8 data and inverse scales of dy [T, D]; record its amax."""
         slot, recipe = self.slot, self.recipe
@@ -222,9 +238,15 @@ def send(
 
 
 def return_to_tokens(
-    y_AD: Tensor, add_TD: Tensor, row_map: RowMap, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
+    y_AD: Tensor,
+    add_TD: Tensor | None,
+    row_map: RowMap,
+    exchange: Exchange,
+    grad: GradFormat | None,
+    accumulate: torch.dtype,
 ) -> Tensor:
-    """Return the experts' results [A, D] to their tokens: add + each token's sum, [T, D] in add's dtype.
+    """Return the experts' results [A, D] to their tokens: add + each token's sum, [T, D] in add's dtype (without add:
+    the results').
 
     y_AD: in the order of arrival. grad: FP8 format of dy; None: dy is sent in y's dtype.
     """
@@ -273,9 +295,13 @@ class _Send(torch.autograd.Function):
         row_map = RowMap(*ctx.saved_tensors, *ctx.rest)
         dx_RD, dweight_RK = ctx.exchange.to_tokens(grads[0], grads[2])
         dx_TD = row_map.sum(dx_RD, None, torch.float32).to(ctx.dtype)
-        row_TK = row_map.position.gather(1, row_map.owner).long()
+        owner = row_map.owner.clamp(max=row_map.position.shape[1] - 1) if row_map.partial else row_map.owner
+        row_TK = row_map.position.gather(1, owner).long()
         choice = torch.arange(row_TK.shape[1], device=row_TK.device)
-        return dx_TD, None, dweight_RK[row_TK, choice], *(None,) * 4
+        dweight_TK = dweight_RK[row_TK, choice]
+        if row_map.partial:
+            dweight_TK = dweight_TK.masked_fill(row_map.owner != owner, 0)
+        return dx_TD, None, dweight_TK, *(None,) * 4
 
 
 class _ReturnToTokens(torch.autograd.Function):
@@ -285,7 +311,7 @@ class _ReturnToTokens(torch.autograd.Function):
     def forward(
         ctx,
         y_AD: Tensor,
-        add_TD: Tensor,
+        add_TD: Tensor | None,
         row_map: RowMap,
         exchange: Exchange,
         grad: GradFormat | None,
@@ -294,19 +320,21 @@ class _ReturnToTokens(torch.autograd.Function):
         (y_RD,) = exchange.to_tokens(y_AD)
         ctx.save_for_backward(*row_map[:4])
         ctx.rest, ctx.exchange, ctx.grad, ctx.dtype = row_map[4:], exchange, grad, y_AD.dtype
-        return row_map.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
+        ctx.adds = add_TD is not None
+        return row_map.sum(y_RD, add_TD, accumulate).to(y_AD.dtype if add_TD is None else add_TD.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         row_map, exchange, dy = RowMap(*ctx.saved_tensors, *ctx.rest), ctx.exchange, grads[0]
+        dadd = dy if ctx.adds else None
         if ctx.grad is None:
-            return *exchange.to_experts(row_map.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
+            return *exchange.to_experts(row_map.gather(dy.to(ctx.dtype))), dadd, *(None,) * 4
         data, inv = ctx.grad.quantize(dy.to(ctx.dtype), exchange)
         if inv.dim():
             data_AD, inv = exchange.to_experts(row_map.gather(data), row_map.of_tokens(inv))
         else:
             (data_AD,) = exchange.to_experts(row_map.gather(data))
-        return read_back(data_AD, inv, ctx.dtype, row_map.kernels), dy, *(None,) * 4
+        return read_back(data_AD, inv, ctx.dtype, row_map.kernels), dadd, *(None,) * 4
 
 
 def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype, kernels: bool) -> Tensor:

@@ -20,6 +20,7 @@ from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
 from models.slots import OBSERVED, SPARE, Slots, room
 from models.transport import EqualSplits
+from models.two_hops import Hops
 from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
 
 PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
@@ -57,7 +58,7 @@ CASES = {
 
 
 def build(
-    case: Case, group: dist.ProcessGroup | None = None, slots: Slots | None = None
+    case: Case, group: dist.ProcessGroup | None = None, by: Slots | Hops | None = None
 ) -> tuple[DeepSeek, ScalingArena]:
     """A model with random weights, its experts spread over the group."""
     base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{case.recipe}.yaml")
@@ -79,15 +80,15 @@ def build(
                 bias[[e for e in range(8) if e not in case.only]] = -10.0
     for _, block in model.iter_blocks():
         if group is not None and isinstance(block, MoEBlock):
-            block.moe.spread(group, slots)
+            block.moe.spread(group, by)
     return model, bind(model, plan, "cpu")
 
 
 def one_layer(
-    case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, group=None, slots: Slots | None = None
+    case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, group=None, by: Slots | Hops | None = None
 ) -> dict[str, Tensor]:
     """A norm and the layer of experts behind it on this process's share of the batch. amax: of a step before."""
-    model, arena = build(case, group, slots)
+    model, arena = build(case, group, by)
     block = model.get_submodule("layers.1")
     assert isinstance(block, MoEBlock)
     if amax is not None:
@@ -133,6 +134,11 @@ def main(folder: Path) -> None:
             slots = Slots(EqualSplits(group), 4.0, torch.zeros(()))
             again = one_layer(case, amaxes[name], rank, size, group, slots)
             made[f"{name} in slots"] = again | {"fill": slots.fill}
+        if size == SIZE:  # as two nodes of two processes
+            axes = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))
+            hops = Hops(axes["nodes"].get_group(), axes["node"].get_group(), group)
+            for name, case in CASES.items():
+                made[f"{name} in hops"] = one_layer(case, amaxes[name], rank, size, group, hops)
         slots = Slots(EqualSplits(group), 0.3, torch.zeros(()))  # of two processes too few slots, of four too few rows
         crowd = one_layer(CASES["one_process"], None, rank, size, group, slots)
         made["crowd"] = {"fill": slots.fill, **{key: value for key, value in crowd.items() if key in ("y", "dh")}}
@@ -186,9 +192,10 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
 
 
+@pytest.mark.parametrize("way", ["", " in hops"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_spread_over_processes_equals_one_process(name: str, single: dict, many: list) -> None:
-    ours, theirs = together([part[name] for part in many]), single[name]
+def test_a_layer_spread_over_processes_equals_one_process(name: str, way: str, single: dict, many: list) -> None:
+    ours, theirs = together([part[f"{name}{way}"] for part in many]), single[name]
     assert torch.equal(ours["load"], theirs["load"])
     for key, value in ours.items():
         if name.startswith(("no_history", "current")):  # shared experts, and h, scale by their own process's numbers

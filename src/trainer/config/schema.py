@@ -32,11 +32,12 @@ class Switch(Enum):
 
 class Dispatch(Enum):
     """How tokens travel to experts on other ranks. auto: symmetric if the GPUs of a node can share memory, else
-    all_to_all; all_to_all: exact sizes in one collective; slots: fixed slots in collectives of equal parts; symmetric:
-    fixed slots over shared memory."""
+    all_to_all; all_to_all: exact sizes in one collective; two_hops: the same to nodes, then within each; slots: fixed
+    slots in collectives of equal parts; symmetric: fixed slots over shared memory."""
 
     auto = "auto"
     all_to_all = "all_to_all"
+    two_hops = "two_hops"
     slots = "slots"
     symmetric = "symmetric"
 

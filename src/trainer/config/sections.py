@@ -287,8 +287,9 @@ class ParallelConfig:
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
     dispatch: Dispatch = Dispatch.auto
     """How tokens travel to experts on other ranks. all_to_all: exact numbers of rows, which the host waits for in each
-    layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of other GPUs
-    of the node over NVLink; auto: symmetric where that is possible, else all_to_all. The numbers are the same."""
+    layer; two_hops: once to each node, then within it, for experts on several nodes; slots: a fixed number of rows, and
+    no host waits; symmetric: the same, written into the memory of other GPUs of the node over NVLink; auto: symmetric
+    where that is possible, else all_to_all. The numbers are the same, but with two_hops sums over nodes are rounded."""
     dispatch_capacity: float = 1.25
     """Room for tokens in slots over that for even routing, 1 or more. A step that needs more is skipped; the room
     grows."""

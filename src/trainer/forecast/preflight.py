@@ -272,7 +272,7 @@ def without_effect(config: Config, world_size: int) -> list[str]:
         for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
             if (choice := getattr(p, key)) is not Switch.auto:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
-    if p.dispatch in (Dispatch.slots, Dispatch.symmetric) and p.expert == 1:
+    if p.dispatch not in (Dispatch.auto, Dispatch.all_to_all) and p.expert == 1:
         why = "all experts are in one process"
         idle("parallel.dispatch", p.dispatch.value, why, "set auto, or parallel.expert to 2 or more")
     for key, usual in (("stages", None), ("stages_per_rank", 1)):

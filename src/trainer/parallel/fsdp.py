@@ -39,6 +39,7 @@ from models.block import Block, MoEBlock
 from models.context import ContextSplit
 from models.slots import Slots
 from models.tensor import TensorSplit
+from models.two_hops import Hops
 from precision import GroupedLinear, Linear
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
 from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
@@ -53,12 +54,13 @@ def materialise(
     seed: int,
     keeps: bool = False,
     fp8: bool = False,
-    slots: Slots | None = None,
+    by: Slots | Hops | None = None,
 ) -> None:
     """Initialise the weights of a model on the meta device as `DeepSeek.init_weights` would, each rank its own part.
 
     keeps: blocks keep their gathered weights between forward and backward pass; else only the last block does, which
-    needs them again at once. fp8: FP8 weights travel in FP8 if their parts can be quantised separately.
+    needs them again at once. fp8: FP8 weights travel in FP8 if their parts can be quantised separately. by: how tokens
+    travel to experts on other ranks, as for `MoE.spread`.
     """
     tensor = None if mesh.tensor is None else TensorSplit(mesh.tensor.get_group())
     if mesh.sequence is not None:
@@ -67,7 +69,7 @@ def materialise(
     ranks = None if mesh.stage is None else mesh.stage.get_group()
     sync, sending = WeightAmaxSync(fp8, ranks) if fp8 or tensor is not None else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
-    model.slots = slots
+    model.slots = by if isinstance(by, Slots) else None
     generator = torch.Generator(device=device).manual_seed(seed)
     if model.pipeline is None:
         stages = [[cast(Block, block) for _, block in model.iter_blocks()]]
@@ -86,7 +88,7 @@ def materialise(
         if model.here(part) and isinstance(part, Block):
             frees = not keeps and part is not own[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
-                part.moe.spread(mesh.expert.get_group(), slots)
+                part.moe.spread(mesh.expert.get_group(), by)
                 if mesh.degrees.shares_experts:
                     _shard(part.moe.experts, mesh.experts, frees, sync, sending)
                 for parameter in part.moe.experts.parameters():

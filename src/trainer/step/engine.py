@@ -175,7 +175,7 @@ def build_model(
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
     if degrees.world > 1:
-        from trainer.parallel.dispatch import build_slots
+        from trainer.parallel.dispatch import build_dispatch
         from trainer.parallel.fsdp import materialise
 
         fp8 = any(is_gathered_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
@@ -183,8 +183,8 @@ def build_model(
         mesh = build_mesh(degrees, device.type)
         if mesh.pipeline is not None:
             model.take_stages(pipeline_of(config, plan, mesh.pipeline.get_group()))
-        slots = build_slots(config.parallel, mesh, device)
-        materialise(model, mesh, device, config.trainer.seed, keeps, fp8, slots)
+        by = build_dispatch(config.parallel, mesh, device)
+        materialise(model, mesh, device, config.trainer.seed, keeps, fp8, by)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)

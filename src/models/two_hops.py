@@ -1,0 +1,106 @@
+"""Expert parallelism over several nodes: tokens cross the network once per node (DeepSeek-V3, arXiv 2412.19437, 3.2.2).
+
+A group of P = N x L processes holds the experts: L on each of N nodes, in order. A token with experts on several
+processes of a node is sent once to that node, to the process that has the sender's place there (first hop, over the
+network). From there it travels to the processes of its experts (second hop, within the node). Results take the way
+back: each node's sum of a token's experts crosses the network as one row.
+
+    rows over the network per token, 8 of 256 experts on 8 nodes of 8        all_to_all    two hops
+    chosen from all experts, each as likely                                         6.7         4.6
+    chosen from those of 4 nodes, as DeepSeek-V3 does                               6.4         3.2
+
+Each hop is an `AllToAllDispatcher`. The first has the processes of one place in their nodes as its group, and as its
+experts those of a whole node, which the second spreads over the node's processes. Rows travel in the formats of
+`precision.wire` in both hops. Gradients in FP8 are read back to BF16 and cast again under the same scale in between,
+which changes no number. The sum over a node is rounded to BF16, as that over a process is.
+
+The host waits twice in each layer: for the numbers of rows of each hop.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.dispatch import AllToAllDispatcher, RoutedExperts
+from precision import GradRows, GroupedLinear, Operand
+from precision.errors import UserError
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Process groups of the two hops. nodes: the processes of one place, one on each node; node: those of this node;
+    all: both axes."""
+
+    nodes: dist.ProcessGroup
+    node: dist.ProcessGroup
+    all: dist.ProcessGroup
+
+
+class TwoHopDispatcher:
+    """Dispatcher in two hops; see the module docstring. experts: the global ones that are here.
+
+    UserError if they cannot be spread evenly.
+    """
+
+    traceable = False
+
+    def __init__(self, hops: Hops, num_experts: int):
+        nodes, processes = dist.get_world_size(hops.nodes), dist.get_world_size(hops.all)
+        if num_experts % processes:
+            raise UserError(
+                f"parallel.expert={processes}: {num_experts} experts cannot be spread evenly; set a divisor of "
+                f"model.num_experts={num_experts}"
+            )
+        self._to_nodes = AllToAllDispatcher(hops.nodes, num_experts, hops.all)
+        self._in_node = _SecondHop(hops.node, num_experts // nodes)
+        first = self._to_nodes.experts.start
+        self.experts = range(first + self._in_node.experts.start, first + self._in_node.experts.stop)
+        for name in ("begin", "finish"):
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
+        """See `dispatch.Dispatcher`."""
+        return self._to_nodes.begin(x, expert_TK, weight_TK, experts)
+
+    def finish(self, pending: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+        """See `dispatch.Dispatcher`."""
+        return self._to_nodes.finish(pending, add_TD, _NodeExperts(experts, self._in_node))
+
+
+class _SecondHop(AllToAllDispatcher):
+    """Dispatcher within a node: of rows that are quantised already, and have some of their experts elsewhere."""
+
+    second_hop = True
+
+    def through(
+        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts, grad: GradRows | None
+    ) -> Tensor:
+        """Return the sum of each row's experts on this node [T, D]. grad: scale and amax of its gradient."""
+        return self._finish(self.begin(x, expert_TK, weight_TK, experts), None, experts, grad)
+
+
+class _NodeExperts:
+    """The experts of a node, spread over its processes, as those of one process (`RoutedExperts`)."""
+
+    def __init__(self, experts: RoutedExperts, hop: _SecondHop):
+        self._experts, self._hop = experts, hop
+        self.gate_up: GroupedLinear = experts.gate_up
+        self.down: GroupedLinear = experts.down
+        self.combine: torch.dtype = experts.combine
+        self.accumulate: torch.dtype = experts.accumulate
+
+    def __call__(
+        self,
+        x: Operand | Tensor,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        add_TD: Tensor | None,
+        grad: GradRows | None = None,
+        choices: int = -1,
+    ) -> Tensor:
+        """See `RoutedExperts`."""
+        assert add_TD is None
+        return self._hop.through(x, expert_TK, weight_TK, self._experts, grad)

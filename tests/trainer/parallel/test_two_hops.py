@@ -1,0 +1,90 @@
+"""Runs whose tokens travel to experts on several nodes in two hops are those of plain all-to-all.
+
+Four ranks run this file as a program, over gloo, as two nodes of two.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import composed
+import pytest
+import torch
+
+from models.two_hops import TwoHopDispatcher
+from precision.errors import UserError
+from trainer.launch.world import World
+from trainer.parallel.collectives import all_max
+from trainer.step.engine import Engine, build_engine
+from trainer.step.train_step import train_step
+
+RUN = ["trainer.device=cpu", "precision.backend=reference", "trainer.max_steps=9", "optim.warmup_steps=2", "data=text"]
+RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "data.path=."]
+RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "parallel=fsdp", "parallel.expert=4"]
+CASES = {"fp32": ["precision=fp32"], "recomputed": ["precision=fp32", "recompute=full"]}
+CASES |= {"fp8_delayed": ["precision=fp8_delayed"], "fp8_block": ["precision=fp8_block"]}
+WAYS = "all_to_all", "two_hops"
+STEPS = 3
+
+
+def train(engine: Engine, world: World) -> list[float]:
+    """Losses of some steps."""
+    generator, losses = torch.Generator().manual_seed(3), []
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, 512, (4, 33), generator=generator)
+        result = train_step(engine, step, engine.share_of(tokens), 1)
+        assert bool(result.verdict.ok)
+        losses.append(float(result.metrics["loss/total"]))
+    assert len(set(map(str, world.gather(losses)))) == 1, "the same on every rank"
+    return losses
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    world = World(torch.device("cpu"), rank, rank, size, size)
+    all_max([torch.zeros(())], world)
+
+    def build(*keys: str) -> Engine:
+        return build_engine(composed.config_of([*RUN, *keys]), world.device, world=world)
+
+    for nodes, ranks in (("0000", "4"), ("0001", "3, 1")):
+        os.environ["GROUP_RANK"] = nodes[rank]
+        with pytest.raises(UserError, match=rf"two_hops: parallel.expert=4 ranks .* \(here {ranks}\); set "):
+            build("parallel.dispatch=two_hops")
+    os.environ["GROUP_RANK"] = "0011"[rank]
+    made = {}
+    for name, keys in CASES.items():
+        for way in WAYS:
+            engine = build(*keys, f"parallel.dispatch={way}")
+            hops = [m.dispatcher for m in engine.model.modules() if hasattr(m, "dispatcher")]
+            assert hops and all(isinstance(each, TwoHopDispatcher) == (way == "two_hops") for each in hops)
+            made[f"{name} {way}"] = train(engine, world)
+    if rank == 0:
+        out.write_text(json.dumps(made))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def losses(ask_ranks: Callable[..., dict[int, dict[str, list[float]]]]) -> dict[str, list[float]]:
+    return ask_ranks(__file__, [4])[4]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_in_two_hops_is_the_same_run(name: str, losses: dict[str, list[float]]) -> None:
+    """In FP8 the first loss differs by roundings of BF16, and later ones by less than the loss changes in a step."""
+    theirs, ours = (losses[f"{name} {way}"] for way in WAYS)
+    if CASES[name][0] == "precision=fp32":
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    else:
+        assert ours[0] == pytest.approx(theirs[0], rel=2**-9)
+        assert abs(ours[1] - theirs[1]) < abs(theirs[1] - theirs[0])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
