@@ -25,7 +25,7 @@ Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R rows 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,19 +97,41 @@ class LocalDispatcher:
         return experts(*pending, add_TD)
 
 
+class _OnHost:
+    """A tensor [N] on its way to the host."""
+
+    def __init__(self, x: Tensor):
+        self._x, self._ready = x, None
+        if x.is_cuda:
+            self._x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def read(self) -> list[int]:
+        """Wait for it; return its values."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._x.tolist()
+
+
+class Counts(NamedTuple):
+    """sent, received [P, 2] int64: rows and choices to and from each process. summary: what `finish` needs of these,
+    and whether scales are known."""
+
+    sent: Tensor
+    received: Tensor
+    summary: _OnHost
+
+
 @dataclass
-class _Pending:
-    """State between the two calls. expert, weight: the router's. sent, received [P, 2] int64: rows and choices to and
-    from each process. summary: being copied to the host, complete after `ready`."""
+class Pending:
+    """State between the two calls. expert, weight: the router's."""
 
     x: Operand | Tensor
     row_map: RowMap
     expert: Tensor
     weight: Tensor
-    sent: Tensor
-    received: Tensor
-    summary: Tensor
-    ready: "torch.cuda.Event | None"
+    counts: Counts
 
 
 @dataclass
@@ -176,33 +198,33 @@ class AllToAllDispatcher:
         for name in ("begin", "finish"):  # not as decorators: those would make every program import the compiler
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Pending:
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Pending:
         """See `Dispatcher`: computes the tokens' rows, counts them, and sends the counts to the other processes."""
+        row_map = self.rows(expert_TK, experts)
+        return Pending(x, row_map, expert_TK, weight_TK, self.count(row_map.counts(), experts))
+
+    def rows(self, expert_TK: Tensor, experts: RoutedExperts) -> RowMap:
+        """Return the rows that the tokens send."""
         kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
-        row_map = RowMap.packed(expert_TK, self.size, len(self.experts), kernels, self.second_hop)
-        sent = row_map.counts()
+        return RowMap.packed(expert_TK, self.size, len(self.experts), kernels, self.second_hop)
+
+    def count(self, sent: Tensor, experts: RoutedExperts) -> Counts:
+        """Exchange the numbers of rows and choices [P, 2], and start their way to the host."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         scales = [scale_of(experts.gate_up.input_slot, sent), scale_of(experts.down.grad_slot, sent)]
         summary = torch.cat([sent[:, 0], received[:, 0], received[:, 1].sum()[None], torch.stack(scales) > 0])
-        ready = None
-        if summary.is_cuda:
-            on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
-            summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
-            ready.record()
-        return _Pending(x, row_map, expert_TK, weight_TK, sent, received, summary, ready)
+        return Counts(sent, received, _OnHost(summary))
 
-    def finish(self, pending: _Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, pending: Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
-        return self._finish(pending, add_TD, experts)
+        return self.apply(pending, add_TD, experts)
 
-    def _finish(
-        self, pending: _Pending, add_TD: Tensor | None, experts: RoutedExperts, first: GradRows | None = None
+    def apply(
+        self, pending: Pending, add_TD: Tensor | None, experts: RoutedExperts, first: GradRows | None = None
     ) -> Tensor:
         """As `finish`. first: scale and amax of dy in the first hop, if this is the second."""
-        if pending.ready is not None:
-            pending.ready.synchronize()
-        *sizes, choices, x_known, dy_known = pending.summary.tolist()
+        *sizes, choices, x_known, dy_known = pending.counts.summary.read()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :], self._agree)
         x, gate_up, down, row_map = pending.x, experts.gate_up, experts.down, pending.row_map.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed

@@ -174,7 +174,8 @@ class SlotDispatcher:
         if self.slots.observing:
             pending = self._whole.begin(x, expert_TK, weight_TK, experts)
             (T, K), each = expert_TK.shape, len(self.experts)
-            self.slots.record_rows(pending.sent[:, 0], pending.received[:, 1], T, K, each)
+            sent, received, _ = pending.counts
+            self.slots.record_rows(sent[:, 0], received[:, 1], T, K, each)
             return pending
         x_known, dy_known = self._known(experts)
         with self.slots.side_stream():

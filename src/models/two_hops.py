@@ -14,19 +14,20 @@ experts those of a whole node, which the second spreads over the node's processe
 `precision.wire` in both hops. Gradients in FP8 are read back to BF16 and cast again under the same scale in between,
 which changes no number. The sum over a node is rounded to BF16, as that over a process is.
 
-The host waits twice in each layer: for the numbers of rows of each hop.
+The host waits once in each layer, for the numbers of rows of both hops. They are exchanged before the first hop: each
+process tells those of its place in the other nodes how many of its rows go on to each process there.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.dispatch import AllToAllDispatcher, RoutedExperts
+from models.dispatch import AllToAllDispatcher, Counts, Pending, RoutedExperts
 from precision import GradRows, GroupedLinear, Operand
 from precision.errors import UserError
+from precision.wire import RowMap
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,26 @@ class TwoHopDispatcher:
         for name in ("begin", "finish"):
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
-        """See `dispatch.Dispatcher`."""
-        return self._to_nodes.begin(x, expert_TK, weight_TK, experts)
+    def begin(
+        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts
+    ) -> tuple[Pending, Counts]:
+        """See `dispatch.Dispatcher`: counts the rows of both hops."""
+        pending = self._to_nodes.begin(x, expert_TK, weight_TK, experts)
+        nodes, each = self._to_nodes.size, self._in_node.size
+        own = RowMap.packed(expert_TK, nodes * each, len(self.experts), pending.row_map.kernels).counts()
+        on = torch.empty_like(own)
+        dist.all_to_all_single(on, own, group=self._to_nodes.group)
+        on = on.view(nodes, each, 2).sum(0)
+        # where nothing arrives, a row of zeros goes on to the first expert
+        nothing = pending.counts.received[:, 0].sum() == 0
+        on[0, 0] += nothing
+        on[0, 1] += nothing * expert_TK.shape[1]
+        return pending, self._in_node.count(on, experts)
 
-    def finish(self, pending: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, pending: tuple[Pending, Counts], add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `dispatch.Dispatcher`."""
-        return self._to_nodes.finish(pending, add_TD, _NodeExperts(experts, self._in_node))
+        first, counts = pending
+        return self._to_nodes.finish(first, add_TD, _NodeExperts(experts, self._in_node, counts))
 
 
 class _SecondHop(AllToAllDispatcher):
@@ -75,18 +89,12 @@ class _SecondHop(AllToAllDispatcher):
 
     second_hop = True
 
-    def through(
-        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts, grad: GradRows | None
-    ) -> Tensor:
-        """Return the sum of each row's experts on this node [T, D]. grad: scale and amax of its gradient."""
-        return self._finish(self.begin(x, expert_TK, weight_TK, experts), None, experts, grad)
-
 
 class _NodeExperts:
     """The experts of a node, spread over its processes, as those of one process (`RoutedExperts`)."""
 
-    def __init__(self, experts: RoutedExperts, hop: _SecondHop):
-        self._experts, self._hop = experts, hop
+    def __init__(self, experts: RoutedExperts, hop: _SecondHop, counts: Counts):
+        self._experts, self._hop, self._counts = experts, hop, counts
         self.gate_up: GroupedLinear = experts.gate_up
         self.down: GroupedLinear = experts.down
         self.combine: torch.dtype = experts.combine
@@ -103,4 +111,5 @@ class _NodeExperts:
     ) -> Tensor:
         """See `RoutedExperts`."""
         assert add_TD is None
-        return self._hop.through(x, expert_TK, weight_TK, self._experts, grad)
+        rows = self._hop.rows(expert_TK, self._experts)
+        return self._hop.apply(Pending(x, rows, expert_TK, weight_TK, self._counts), None, self._experts, grad)
