@@ -1,14 +1,13 @@
 """Sizes of Muon's part of a step: matrices, elements, FLOPs of the orthogonalisation, owners, messages."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from models.matrices import division
 from models.tensor import CUT
 from precision import Plan
-from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, stage_models
@@ -31,17 +30,30 @@ class MuonSize:
 def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> MuonSize:
     """Return the number of all matrices, a rank's elements, and its FLOPs if all ranks, replicas too, share evenly.
     Elements are those of a rank that has all of the plan's blocks: with a pipeline, of a stage's plan."""
-    matrices, elements, work = 0, 0.0, 0.0
+    muon, d = config.optim.muon, degrees
+    if muon is None or config.optim.name is not OptimizerName.muon:
+        return MuonSize(0, 0.0, 0.0)
+    steps = len(polynomials(muon.coefficients, muon.steps))
+    experts, cut, others = _sizes(plan, steps, muon.router, config=config)
+    elements = experts.elements / (d.expert * d.expert_shard) + (cut.elements / d.tensor + others.elements) / d.cut
+    matrices = experts.matrices + cut.matrices + others.matrices
+    return MuonSize(matrices, elements, (experts.flops + cut.flops + others.flops) / d.world)
+
+
+@cached_per_plan
+def _sizes(plan: Plan, steps: int, router: bool, config: Config) -> list[MuonSize]:
+    """Return the sizes of all ranks' experts, of the weights that a tensor group cuts, and of the others. steps: of the
+    iteration; router: whether routers count."""
+    sizes = [MuonSize(0, 0.0, 0.0)] * 3
     for row in muon_rows(config, plan).values():
-        assert config.optim.muon is not None
-        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.cut
-        ranks *= degrees.tensor if row.op in CUT else 1
-        steps = len(polynomials(config.optim.muon.coefficients, config.optim.muon.steps))
+        kind = 0 if row.op == "moe.experts" else 1 if row.op in CUT else 2
         shapes = division(config.model, row).shapes((row.out_features, row.in_features))
+        matrices, elements, work = astuple(sizes[kind])
         matrices += row.groups * sum(count for count, _, _ in shapes)
-        elements += _elements(row) / ranks
-        work += row.groups * sum(count * flops(a, b, steps) for count, a, b in shapes) / degrees.world
-    return MuonSize(matrices, elements, work)
+        elements += row.groups * row.in_features * row.out_features
+        work += row.groups * sum(count * flops(a, b, steps) for count, a, b in shapes)
+        sizes[kind] = MuonSize(matrices, elements, work)
+    return sizes
 
 
 def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, float]:
@@ -91,7 +103,3 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[dict
     for own, rows, _ in stage_models(config, plan, degrees):
         layouts = muon_layouts(own, rows, degrees)
         yield layouts, *assign(layouts, steps, degrees.stage)
-
-
-def _elements(row: GemmRow) -> int:
-    return row.groups * row.in_features * row.out_features

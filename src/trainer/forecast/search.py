@@ -40,6 +40,15 @@ class _Candidate:
     per_rank: int
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """A layout that fits, with its FSDP policy and bytes."""
+
+    layout: _Candidate
+    policy: FsdpPolicy
+    memory: float
+
+
 class Search:
     """The search for layouts of a config. `given` fixes sizes of axes and stages per rank."""
 
@@ -48,7 +57,7 @@ class Search:
         self._per_rank = self._given.pop("stages_per_rank", 2 if in_a_v(config.parallel) else None)
         parallel = replace(config.parallel, stages_per_rank=self._per_rank or config.parallel.stages_per_rank)
         self._config = replace(config, parallel=parallel)
-        self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float, float] | None] = {}
+        self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float] | None] = {}
 
     def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
         """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per GPU
@@ -62,11 +71,11 @@ class Search:
 
     def _in_order(self, machine: Machine, sequences: Sequence[int], done: set[Degrees]) -> Iterator[Cost]:
         """Yield layouts that fit, the fastest first. done: degrees to skip, which the caller may extend."""
-        queue: list[tuple[float, int, tuple[Degrees, int] | _Candidate | Cost]] = []
+        queue: list[tuple[float, int, tuple[Degrees, int] | _Candidate | _Fitting | Cost]] = []
         too_large: dict[_Candidate, int] = {}  # the smallest microbatch that does not fit, of layouts that differ in it
         number = count()
 
-        def push(speed: float, what: tuple[Degrees, int] | _Candidate | Cost) -> None:
+        def push(speed: float, what: tuple[Degrees, int] | _Candidate | _Fitting | Cost) -> None:
             heappush(queue, (-speed, next(number), what))
 
         for degrees in self._degrees(machine):
@@ -82,7 +91,11 @@ class Search:
                 for each in self._candidates(machine, *one) if one[0] not in done else ():
                     push(self._timed(each, machine).tokens_per_second, each)
                 continue
-            if one.degrees in done:
+            if (one.layout if isinstance(one, _Fitting) else one).degrees in done:
+                continue
+            if isinstance(one, _Fitting):  # Muon's owners take longest to find: only now
+                found = self._timed(one.layout, machine, one.policy, one.memory, self._busiest(one.layout, machine))
+                push(found.tokens_per_second, found)
                 continue
             if isinstance(one, Cost):
                 yield one
@@ -95,8 +108,7 @@ class Search:
             if several and one.size > too_large.get(kind, one.size):
                 continue
             if (fits := self._memory(one, machine)) is not None:
-                found = self._timed(one, machine, *fits)
-                push(found.tokens_per_second, found)
+                push(self._timed(one, machine, *fits).tokens_per_second, _Fitting(one, *fits))
             elif several:  # larger ones need more; a single one frees activations as it makes gradients
                 too_large[kind] = min(one.size, too_large.get(kind, one.size))
 
@@ -137,16 +149,19 @@ class Search:
     ) -> Cost:
         return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
 
-    def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float, float] | None:
-        """Return the FSDP policy, the bytes, and the load of Muon's busiest rank; None if the layout does not fit."""
+    def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float] | None:
+        """Return the FSDP policy and the bytes; None if the layout does not fit."""
         key = machine.memory, one
         if key not in self._held:
             self._held[key] = None
             run, room = self._run(one, machine), SPARE * machine.memory
             if not exceeds(run, self._plan, one.degrees, room):
                 held, policy = forecast(run, self._plan, one.degrees, machine.memory)
-                self._held[key] = policy, sum(held.values()), busiest(run, self._plan, one.degrees)
+                self._held[key] = policy, sum(held.values())
         return self._held[key]
+
+    def _busiest(self, one: _Candidate, machine: Machine) -> float:
+        return busiest(self._run(one, machine), self._plan, one.degrees)
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:

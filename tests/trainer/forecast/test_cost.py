@@ -18,6 +18,7 @@ from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import forecast_memory, parameters
+from trainer.forecast.muon import busiest
 from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import idle_share, stage_models
 from trainer.parallel.mesh import Degrees
@@ -132,6 +133,30 @@ def test_the_fastest_of_all_comes_first(moonlight: tuple[Config, Plan]) -> None:
         speeds += [one.tokens_per_second] if one.memory <= SPARE * H200S.memory else []
     (best,) = Search(*moonlight, given).fastest_first(H200S, [8])
     assert best.tokens_per_second == pytest.approx(max(speeds), rel=5e-3), "as equal as three digits are"
+
+
+def test_owners_are_found_only_for_layouts_that_may_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longest. Costs are those of a layout alone."""
+    batch = ["trainer.sequence_length=4096", "trainer.global_batch_size=64", "parallel.pipeline=1"]
+    config = config_of(["model=moonlight_16b", "+recipe=fp8_delayed", "optim=muon_wsd", *batch])
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    asked: list[Degrees] = []
+
+    def counted(config: Config, plan: Plan, degrees: Degrees) -> float:
+        asked.append(degrees)
+        return busiest(config, plan, degrees)
+
+    monkeypatch.setattr("trainer.forecast.search.busiest", counted)
+    found = Search(config, plan, {"pipeline": 1}).fastest_first(H200S, [8])
+    first = next(found)
+    few = len(asked)
+    list(found)
+    assert few < len(asked) / 2
+    trainer = replace(config.trainer, microbatch_size=first.microbatch)
+    alone = cost(replace(config, trainer=trainer, recompute=first.recompute), plan, first.degrees, H200S)
+    assert first == alone
 
 
 def test_tokens_of_an_expert_group_on_two_nodes_take_links_and_network_at_once() -> None:
