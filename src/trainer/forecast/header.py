@@ -13,6 +13,7 @@ from trainer.data import Prepared
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
+from trainer.forecast.narrow import slowdown
 from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short, span
@@ -70,10 +71,11 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
     if timeline.epochs is not None:  # the text is not read yet
         return None
     t = config.trainer
+    tokens = t.global_batch_size * t.sequence_length
     flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
+    flops /= slowdown(config.model, plan, t.sequence_length, tokens)
     machine = Machine(degrees.world, min(degrees.world, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
-    seconds = cost(config, plan, degrees, machine).step
-    rate = t.global_batch_size * t.sequence_length / seconds
+    rate = tokens / cost(config, plan, degrees, machine).step
     whole = timeline.tokens(timeline.steps) / rate
     return f"{span(whole)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
 
