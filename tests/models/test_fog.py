@@ -1,5 +1,6 @@
 """FOG-MLA against its equations (docs/fully_fp8.md), written down again in float64."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models import DeepSeek, ModelConfig, NormPosition
+from models import DeepSeek, ModelConfig, NormPosition, YarnConfig
 from models.block import DenseBlock, MoEBlock
 from models.hf import to_hf_config
-from models.layers import rope_table
+from models.layers import qk_bound, rope_table
 from precision import Linear, Operand, Plan, apply_rope, begin_step, bind
 from precision.plain import in_bf16
 
@@ -49,6 +50,16 @@ def test_a_dense_block_is_its_equations(build: Build) -> None:
     want = h1 + norm(y, w["ffn_post_norm.weight"])
     got = build(**FOG).layers[0](h.float(), rope.float())[0]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("yarn", [None, YarnConfig(), YarnConfig(mscale=0.0), YarnConfig(mscale=0.5)])
+def test_rope_keeps_normed_queries_and_keys_within_their_bound(yarn: YarnConfig | None) -> None:
+    """The largest element of a norm's result is sqrt(d), all others 0; YaRN without mscale multiplies it."""
+    d, growth = 16, 0.1 * math.log(YarnConfig().factor) + 1 if yarn == YarnConfig(mscale=0.0) else 1.0
+    x = d**0.5 * torch.eye(d)[None, None]
+    turned = apply_rope(x, rope_table(1, d, 1e4, yarn, torch.device("cpu")))
+    largest = max(float(x.max()), float(turned.abs().max()))  # the part without RoPE stays
+    assert largest == pytest.approx(growth * d**0.5) == pytest.approx(qk_bound(d, yarn))
 
 
 def test_starting_values(build: Build, tokens: Tensor) -> None:

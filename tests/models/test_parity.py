@@ -1,6 +1,7 @@
 """The model computes what transformers computes from the same weights: logits and gradients."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dense blocks only": {"num_dense_layers": 3, "num_mtp_layers": 0},
     "weights not normalised": {"norm_topk_prob": False, "rms_norm_eps": 1e-4},
     "YaRN": {"rope_scaling": YARN},
+    "YaRN without mscale": {"rope_scaling": replace(YARN, mscale=0.0, mscale_all_dim=0.0)},
     "YaRN as published for V3": {"rope_scaling": YarnConfig(), "rope_theta": 50000.0},
 }
 SOFTMAX = {

@@ -56,6 +56,23 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
+def test_a_step_moves_router_biases_against_its_load(make: Callable[[int], Engine]) -> None:
+    engine = make(2)
+    load = train_step(engine, 1, windows(4), 2).load.double()
+    expected = engine.model.router_bias_update_rate * torch.sign(load.mean(1, keepdim=True) - load).float()
+    assert torch.equal(torch.stack(engine.model.router_bias), expected) and expected.any()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_wsd", "muon_wsd"])
+def test_decay_spares_norms_embedding_and_routers(config: Configs, optimizer: str) -> None:
+    """With such an eps, AdamW moves weights by decay alone."""
+    keys = f"optim={optimizer}", "precision=fp32", "optim.eps=1e30", "optim.warmup_steps=0"
+    model = (engine := build_engine(config(*keys), torch.device("cpu"))).model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train_step(engine, 1, windows(4), 2)
+    assert {name for name, p in model.named_parameters() if torch.equal(p, before[name])} == model.no_decay()
+
+
 @pytest.mark.parametrize("optimizer", ["adamw_wsd", "muon_wsd"])
 def test_a_step_takes_gradients_scaled_to_the_clip(config: Configs, optimizer: str) -> None:
     """Seen in the moments: after one step they are the gradients, AdamW's first ones times 1 - beta1."""
