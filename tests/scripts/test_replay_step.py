@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
 from precision.errors import UserError
 from trainer.offline.replay import Replay, ReplayTarget, config_of, find, replay
+from trainer.recovery.nonfinite_probe import TensorReading
 
 ROOT = Path(__file__).parents[2]
 KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"
@@ -53,6 +55,20 @@ def logged(run: Path, step: int) -> dict[str, Any]:
     return next(line for line in lines if line["step"] == step and "loss/total" in line)
 
 
+def kept(row: TensorReading) -> Tensor:
+    assert row.kept is not None
+    return row.kept.double()
+
+
+def largest_change(done: Replay) -> float:
+    """How far the errors of the last hidden states can move the loss, to first order: the norm of their gradient times
+    that of the errors, in each microbatch about the same."""
+    ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
+    return done.microbatches * float(
+        kept(theirs["norm:grad"]).norm() * (kept(ours["norm"]) - kept(theirs["norm"])).norm()
+    )
+
+
 def test_a_skipped_step_is_replayed(run: Path) -> None:
     before = contents(run)
     target = find(run, 4, 10)
@@ -72,17 +88,18 @@ def test_a_skipped_step_is_replayed(run: Path) -> None:
 
 
 def test_a_committed_step_after_a_skipped_one_is_replayed(run: Path) -> None:
-    done = again(find(run, 5, 10), against="fp32")
+    done, of_bf16 = (again(find(run, 5, 10), against=against) for against in ("fp32", "bf16"))
     line = logged(run, 5)
     assert (done.ours.loss, done.ours.grad_norm) == (line["loss/total"], line["optim/grad_norm"]), "the same bits"
     assert done.ours.place is None and done.theirs.name == "fp32"
-    assert 0 < abs(done.ours.loss - done.theirs.loss) < 0.02
-    ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
+    assert 0 < abs(done.ours.loss - done.theirs.loss) < largest_change(done)
+    ours, theirs, plain = done.ours.probe.rows, done.theirs.probe.rows, of_bf16.theirs.probe.rows
     for name in ("embed", "layers.0.attn.q", "layers.0.attn", "layers.1.moe", "layers.1", "norm", "layers.0.ffn:grad"):
-        x, y = ours[name], theirs[name]
-        assert x.shape == y.shape and x.kept is not None and y.kept is not None
-        error = float((x.kept.double() - y.kept.double()).norm() / y.kept.double().norm())
-        assert error < 0.12 and (name == "embed" or error > 1e-3), (name, error)
+        x, y, z = (kept(rows[name]) for rows in (ours, theirs, plain))
+        assert x.shape == y.shape
+        error, rounding = float((x - y).norm() / y.norm()), float((z - y).norm() / y.norm())
+        # half a step is at most 2^-8 of a number in BF16 and 2^-3 in E5M2; the embedding is in BF16 in both
+        assert error == rounding if name == "embed" else rounding < error < 2**5 * rounding, (name, error, rounding)
     cast = ours["layers.0.attn.q:input"]
     assert cast.saturated is not None and cast.underflown is not None and 0 <= cast.saturated < 0.01
     assert "layers.0.attn.q:input" not in theirs, "nothing is cast"
@@ -91,9 +108,10 @@ def test_a_committed_step_after_a_skipped_one_is_replayed(run: Path) -> None:
 
 
 def test_from_the_start_and_with_other_keys(run: Path) -> None:
-    done = again(find(run, 2, 10), "precision.scaling.margin=1", "trainer.microbatch_size=4")
+    done = again(find(run, 2, 10), "precision.scaling.margin=1", "trainer.microbatch_size=4", against="fp32")
     assert done.target.checkpoint is None and done.microbatches == 1
-    assert done.ours.loss == pytest.approx(logged(run, 2)["loss/total"], abs=0.02)
+    for loss in (done.ours.loss, logged(run, 2)["loss/total"]):
+        assert 0 < abs(loss - done.theirs.loss) < largest_change(done)
 
 
 def test_a_step_stands_for_other_data_after_a_rewind(gone_back: Path) -> None:

@@ -111,7 +111,8 @@ def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[La
     (exact, _, _), (theirs, their_rows, names), (ours, our_rows, our_names) = results
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
         assert torch.isfinite(a).all() and a.dtype == b.dtype, f"tensor {i}"
-        assert error(a, c) <= 1.2 * error(b, c) + 5e-3, (
+        # 2^-8: one more rounding of a result to BF16
+        assert error(a, c) <= 1.2 * error(b, c) + 2.0**-8, (
             f"tensor {i}: error {error(a, c):.1e}, reference {error(b, c):.1e}"
         )
     assert names == our_names

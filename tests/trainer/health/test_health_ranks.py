@@ -129,10 +129,15 @@ def test_the_rank_that_waits_for_its_data_is_named(said: dict[str, dict[str, Any
 def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> None:
     line = said[name]
     names = line["names"]["fp8"]
-    for what, most in (("saturated", 0.02), ("underflown", 0.02), ("error", 0.15)):
+    delayed = name.startswith("delayed")
+    clipped = config_of([]).health.alerts.saturated if delayed else 0.0  # a scale of their own amax clips none
+    for what, most in (("saturated", clipped), ("underflown", 0.02), ("error", None)):
         values = line["fp8"][what]
         assert len(values) == len(names)
-        assert all(value is not None and value <= most for value in values), (what, values)
+        for tensor, value in zip(names, values, strict=True):
+            # half a step is at most 2^-4 of a number in E4M3, 2^-3 in E5M2, and so for norms; the few clipped fit in
+            rounding = 2.0**-3 if delayed and tensor.endswith(":grad") else 2.0**-4
+            assert value is not None and value <= (rounding if most is None else most), (what, tensor, value)
     assert all(value > 1 for place in line["blocks"].values() for value in place)
     assert math.isfinite(line["shadow/loss_gap"])
     assert 0 < line["optim/update_ratio"] < 0.1

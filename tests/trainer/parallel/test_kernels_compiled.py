@@ -66,5 +66,4 @@ def test_compiled_blocks_compute_the_same(group: Any, monkeypatch: pytest.Monkey
     plain, spread = step(None, False, **experts), step(group, True, **experts)
     assert plain.keys() == spread.keys()
     for name in plain:
-        off = (spread[name].double() - plain[name].double()).norm() / plain[name].double().norm().clamp_min(1e-12)
-        assert off < 0.01, name  # between two graphs: x of the experts is cast for both processes together
+        assert torch.equal(spread[name], plain[name]), f"{name}: a group of one sends all rows to itself, in order"
