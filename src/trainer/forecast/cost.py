@@ -20,7 +20,9 @@ For one rank and step, P parameters outside the routed experts, Q in them, B mic
 
 Gathering and reducing overlap with the arithmetic and slow it down: they also need memory, multiprocessors and power.
 Ranks wait for tokens on their way to experts, and longer than the bytes take: the host first reads their number, and
-rows are picked and added up. Both factors were measured on two and four H200s (docs/benchmarks.md). A group that fits
+rows are picked and added up. Both factors were measured on two and four H200s (docs/benchmarks.md). With
+`parallel.dispatch=symmetric` the host reads nothing: the factor is that of one layer on two H100s, without the overlap
+with shared experts. A group that fits
 into a node uses the node's links. Any other group uses the node's network, shared by its GPUs. In an expert group on
 several nodes, tokens to ranks of the same node use its links meanwhile; the wait beyond the bytes costs the same as in
 a node.
@@ -39,8 +41,8 @@ from typing import NamedTuple
 
 from models.flops import arriving, flops_per_token
 from precision import Plan
-from trainer.config import Config, Recompute, Switch
-from trainer.forecast.memory import forecast, is_gathered_in_fp8, parameters
+from trainer.config import Config, Dispatch, Recompute, Switch
+from trainer.forecast.memory import dispatch_of, forecast, is_gathered_in_fp8, parameters
 from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
@@ -50,6 +52,7 @@ from trainer.parallel.mesh import Degrees, FsdpPolicy
 SPARE = 0.9  # usable share of a GPU's memory: the rest is for the allocator, libraries and temporaries of ops
 DRAG = 0.5  # share of the shorter time that is added where messages and arithmetic overlap
 TRAVEL = 2.5  # time for tokens to experts over the time for their bytes
+SYMMETRIC = 1.2  # as TRAVEL, with parallel.dispatch=symmetric: 1.1 (FP8), 1.2 (BF16) of a layer (docs/benchmarks.md)
 HOST = 0.0185  # seconds of Python a block and microbatch, both passes: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {
     Recompute.none: 0.0,
@@ -60,6 +63,8 @@ AGAIN = {
 
 NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
 """Bytes a second of one H200 in each direction within a node and between nodes; GPUs of a node."""
+PCIE = 64e9
+"""Bytes a second in each direction of PCIe 5.0 with 16 lanes: links that are no faster do not share memory."""
 RATES = {False: 469.0, True: 611.0}
 """TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
 
@@ -81,11 +86,12 @@ class Machine:
         inside = min(self.gpus, self.per_node) % (ranks * stride) == 0  # else some groups have ranks on two nodes
         return sent / (self.node_link if inside else self.network)
 
-    def dispatch_seconds(self, sent: float, ranks: int) -> float:
-        """Return the time that an expert group waits if each rank sends `sent` bytes to each other rank of it."""
+    def dispatch_seconds(self, sent: float, ranks: int, travel: float = TRAVEL) -> float:
+        """Return the time that an expert group waits if each rank sends `sent` bytes to each other rank of it. travel:
+        this time within a node over that for the bytes."""
         near = math.gcd(ranks, min(self.gpus, self.per_node))  # ranks of a group that are in one node
         within, between = (near - 1) * sent / self.node_link, (ranks - near) * sent / self.network
-        return max(within, between) + (TRAVEL - 1) * (ranks - 1) * sent / self.node_link
+        return max(within, between) + (travel - 1) * (ranks - 1) * sent / self.node_link
 
 
 @dataclass(frozen=True)
@@ -163,9 +169,12 @@ def timed(
     counts = tuple(blocks_of_stages(config, plan, d.pipeline))
     stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)
     hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
-    travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
+    width = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
-    waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * m.num_moe_blocks, d.expert)
+    joined = machine.per_node if machine.node_link > PCIE else 1
+    travel = SYMMETRIC if dispatch_of(config, d, joined) is Dispatch.symmetric else TRAVEL
+    sent = 2 * tokens * to_each * m.hidden_size * (width + 2) * m.num_moe_blocks
+    waiting = machine.dispatch_seconds(sent, d.expert, travel)
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)

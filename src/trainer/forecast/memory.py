@@ -159,7 +159,7 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
             slots, _ = room(capacity, tokens, K, degrees.expert, each)
-            inbox = config.parallel.dispatch is not Dispatch.slots  # in addition to the send and the receive buffer
+            inbox = dispatch_of(config, degrees) is Dispatch.symmetric  # in addition to the send and the receive buffer
             size += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
     if degrees.context > 1:
         size += 2 * tokens * _exchanged(plan)
@@ -344,10 +344,17 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
 
 
 def _capacity(config: Config, degrees: Degrees) -> float | None:
-    """Capacity of the slots of tokens on their way to experts; None without slots. auto: slots on GPUs of a node."""
-    auto = degrees.expert <= NODE and config.trainer.device is not Device.cpu
-    slots = auto if config.parallel.dispatch is Dispatch.auto else config.parallel.dispatch is not Dispatch.all_to_all
+    """Capacity of the slots of tokens on their way to experts; None without slots."""
+    slots = dispatch_of(config, degrees) in (Dispatch.slots, Dispatch.symmetric)
     return config.parallel.dispatch_capacity if slots else None
+
+
+def dispatch_of(config: Config, degrees: Degrees, node: int = NODE) -> Dispatch:
+    """Return `parallel.dispatch`. auto: symmetric in groups within a node of `node` GPUs, else all_to_all."""
+    if config.parallel.dispatch is not Dispatch.auto:
+        return config.parallel.dispatch
+    near = degrees.expert <= node and config.trainer.device is not Device.cpu
+    return Dispatch.symmetric if near else Dispatch.all_to_all
 
 
 @cached_per_plan

@@ -21,7 +21,7 @@ from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
 from trainer.forecast.search import Search, fewest
-from trainer.forecast.stages import stages_line
+from trainer.forecast.stages import EAGER, in_a_v, stages_line
 from trainer.parallel.mesh import Degrees
 
 AXES = [field.name for field in fields(Degrees)]
@@ -72,7 +72,8 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         return list(islice(search.fastest_first(machine, sequences(machine.gpus)), rows))
 
     if len(machines) > 1:
-        return compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])
+        lines = [compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])]
+        return "\n\n".join([*lines, EAGER] if in_a_v(config.parallel) else lines)
     machine, best = machines[0], fastest(machines[0], options.rows)
     if not best:
         enough = fewest(config, plan, machine)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+EAGER = "parallel.schedule=zbv: blocks are not compiled, which the forecast of time leaves out; compare tokens/s"
+
+
 def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
     """Return the number of blocks of each stage for `ranks` ranks: `parallel.stages`, or equal FLOPs."""
     p, t = config.parallel, config.trainer
@@ -187,12 +190,13 @@ def operand_bytes(plan: Plan) -> tuple[float, float]:
 
 
 def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
-    """Return a line with the blocks of the stages and the bubble."""
+    """Return a line with the blocks of the stages and the bubble, and one on blocks that are not compiled."""
     blocks = " + ".join(map(str, blocks_of_stages(config, plan, degrees.pipeline)))
     share = idle_share(config, plan, degrees)
     v = config.parallel.stages_per_rank
     each = f", {v} a rank{' in a V' * in_a_v(config.parallel)}" if v > 1 else ""
-    return f"stages of {blocks} blocks{each}; ranks wait {share:.1%} of a step; memory of the rank that holds most"
+    line = f"stages of {blocks} blocks{each}; ranks wait {share:.1%} of a step; memory of the rank that holds most"
+    return f"{line}\n{EAGER}" if in_a_v(config.parallel) else line
 
 
 def check_stages(config: Config, degrees: Degrees) -> None:

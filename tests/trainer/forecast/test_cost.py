@@ -13,14 +13,14 @@ from composed import config_of
 from models import DeepSeek
 from models.flops import arriving
 from precision import Plan
-from trainer.config import Config, GpuChoice, PipelineSchedule, Recompute, Switch
-from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost
+from trainer.config import Config, Dispatch, GpuChoice, PipelineSchedule, Recompute, Switch
+from trainer.forecast.cost import DRAG, HOST, SPARE, SYMMETRIC, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import forecast_memory, parameters
 from trainer.forecast.muon import busiest
 from trainer.forecast.search import Search, fewest
-from trainer.forecast.stages import idle_share, stage_models
+from trainer.forecast.stages import idle_share, stage_models, stages_line
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,7 @@ def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
     assert alone.step == alone.compute == pytest.approx(64 * 4096 * 17.174074368e9 / 500e12)
 
 
-def with_(config: Config, **parallel: Switch | PipelineSchedule | int) -> Config:
+def with_(config: Config, **parallel: Switch | PipelineSchedule | Dispatch | int) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
@@ -85,8 +85,27 @@ def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[C
     found = cost(with_(config, **FREED), plan, Degrees(shard=8, expert=8), H200S)
     assert found.hidden == pytest.approx(7 / 8 * OTHERS * 20 / 350e9)
     sent = 7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2)
-    assert found.waiting == pytest.approx(TRAVEL * sent / 350e9)
+    assert found.waiting == pytest.approx(SYMMETRIC * sent / 350e9)
     assert found.step == pytest.approx(found.compute + DRAG * found.hidden + found.waiting)
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_ranks_wait_for_tokens_as_the_dispatch_that_a_run_takes(
+    moonlight: tuple[Config, Plan], dispatch: Dispatch
+) -> None:
+    """auto is symmetric in a node with NVLink, all_to_all beyond; slots only where they are used."""
+    config, plan = with_(moonlight[0], dispatch=dispatch), moonlight[1]
+    near, far = (cost(config, plan, Degrees(shard=8, expert=8), replace(H200S, per_node=n)) for n in (8, 4))
+    sent = 7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2)
+    symmetric = dispatch in (Dispatch.auto, Dispatch.symmetric)
+    assert near.waiting == pytest.approx((SYMMETRIC if symmetric else TRAVEL) * sent / 350e9)
+    if dispatch is not Dispatch.symmetric:  # which a run refuses beyond a node
+        assert far.waiting == pytest.approx(sent / 7 * 4 / 45e9 + (TRAVEL - 1) * sent / 350e9)
+        over_pcie = cost(config, plan, near.degrees, replace(H200S, node_link=50e9))
+        assert over_pcie.waiting == pytest.approx(TRAVEL * sent / 50e9)
+    in_slots = dispatch in (Dispatch.auto, Dispatch.symmetric, Dispatch.slots)
+    exact = cost(with_(config, dispatch=Dispatch.all_to_all), plan, near.degrees, H200S)
+    assert (near.memory > exact.memory) is in_slots
 
 
 def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, Plan]) -> None:
@@ -223,6 +242,7 @@ def test_layouts_in_a_v_have_two_stages_a_rank_and_wait_less(moonlight: tuple[Co
     assert forecast_memory(v, plan, degrees)["activations"] > forecast_memory(in_turn, plan, degrees)["activations"]
     found = list(Search(with_(config, schedule=PipelineSchedule.zbv), plan).fastest_first(H200S, [8]))
     assert found and {one.stages_per_rank for one in found} == {2}
+    assert "not compiled" in stages_line(v, plan, degrees) and "compiled" not in stages_line(in_turn, plan, degrees)
 
 
 def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config, Plan]) -> None:
@@ -275,7 +295,7 @@ def test_of_several_machines_the_fastest_layout_of_each(plan_parallelism: Run) -
 
 def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None:
     """Messages cost what they cost, however many tokens a step has: the largest that fits."""
-    words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "trainer.sequence_length=4096", "parallel.pipeline=1"
+    words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "parallel.pipeline=1", "parallel.expert=1"
     few, more = (plan_parallelism(*words, "--sequences", counts).stdout for counts in ("4", "4,10,40"))
     assert "trainer.global_batch_size=16" in few and "trainer.global_batch_size=40" in more
     speeds = [float(text.splitlines()[1].split()[-1].replace(",", "")) for text in (few, more)]
