@@ -19,7 +19,8 @@ In a step of one microbatch, activations are freed as gradients are made, block 
 their sum. (With more microbatches, the gradients of the first exist while the second keeps its activations. Recorded
 CUDA graphs keep both allocated.)
 
-Not included: temporaries of ops (docs/benchmarks.md has those of the experts' backward pass), fragmentation, the libraries' workspaces, the interpreter.
+Not included: temporaries of ops (docs/benchmarks.md has those of the experts' backward pass), fragmentation, the
+libraries' workspaces, the interpreter.
 """
 
 import math
