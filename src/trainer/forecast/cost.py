@@ -22,10 +22,10 @@ Gathering and reducing overlap with the arithmetic and slow it down: they also n
 Ranks wait for tokens on their way to experts, and longer than the bytes take: the host first reads their number, and
 rows are picked and added up. Both factors were measured on two and four H200s (docs/benchmarks.md). With
 `parallel.dispatch=symmetric` the host reads nothing: the factor is that of one layer on two H100s, without the overlap
-with shared experts. A group that fits
-into a node uses the node's links. Any other group uses the node's network, shared by its GPUs. In an expert group on
-several nodes, tokens to ranks of the same node use its links meanwhile; the wait beyond the bytes costs the same as in
-a node.
+with shared experts. A group that fits into a node uses the node's links. Any other group uses the node's network,
+shared by its GPUs. In an expert group on several nodes, tokens to ranks of the same node use its links meanwhile; with
+`parallel.dispatch=two_hops` one row goes to each node, then rows to its ranks. The wait beyond the bytes costs the same
+as in a node.
 
 With p stages a rank has 1 / p of the arithmetic and of the waiting, on average. It gathers and reduces as much as the
 stage that has most. Ranks wait for messages between stages, and for other stages (`stages.idle_share` of the step).
@@ -89,9 +89,19 @@ class Machine:
     def dispatch_seconds(self, sent: float, ranks: int, travel: float = TRAVEL) -> float:
         """Return the time that an expert group waits if each rank sends `sent` bytes to each other rank of it. travel:
         this time within a node over that for the bytes."""
-        near = math.gcd(ranks, min(self.gpus, self.per_node))  # ranks of a group that are in one node
+        near = ranks // self.nodes(ranks)
         within, between = (near - 1) * sent / self.node_link, (ranks - near) * sent / self.network
         return max(within, between) + (travel - 1) * (ranks - 1) * sent / self.node_link
+
+    def two_hops_seconds(self, to_node: float, to_rank: float, ranks: int) -> float:
+        """Return the same in two hops, of bytes from each rank to each node, and for each rank."""
+        nodes = self.nodes(ranks)
+        between, within = (nodes - 1) * to_node, (ranks - nodes) * to_rank
+        return between / self.network + within / self.node_link + (TRAVEL - 1) * (between + within) / self.node_link
+
+    def nodes(self, ranks: int) -> int:
+        """Return over how many nodes a group of neighbouring ranks is spread."""
+        return ranks // math.gcd(ranks, min(self.gpus, self.per_node))
 
 
 @dataclass(frozen=True)
@@ -172,9 +182,13 @@ def timed(
     width = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
     joined = machine.per_node if machine.node_link > PCIE else 1
-    travel = SYMMETRIC if dispatch_of(config, d, joined) is Dispatch.symmetric else TRAVEL
-    sent = 2 * tokens * to_each * m.hidden_size * (width + 2) * m.num_moe_blocks
-    waiting = machine.dispatch_seconds(sent, d.expert, travel)
+    dispatch, row = dispatch_of(config, d, joined), 2 * tokens * m.hidden_size * (width + 2) * m.num_moe_blocks
+    if dispatch is Dispatch.two_hops:
+        nodes = machine.nodes(d.expert)
+        waiting = machine.two_hops_seconds(row * arriving(m, nodes) / nodes, row * to_each, d.expert)
+    else:
+        travel = SYMMETRIC if dispatch is Dispatch.symmetric else TRAVEL
+        waiting = machine.dispatch_seconds(row * to_each, d.expert, travel)
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)

@@ -157,6 +157,8 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
         width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
         if (capacity := _capacity(config, degrees)) is None:
             size += 2 * tokens * arriving(model, degrees.expert) * width
+            if config.parallel.dispatch is Dispatch.two_hops and degrees.expert > NODE:
+                size += 2 * tokens * arriving(model, degrees.expert // NODE) * width
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
             slots, _ = room(capacity, tokens, K, degrees.expert, each)

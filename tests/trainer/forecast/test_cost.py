@@ -99,7 +99,11 @@ def test_ranks_wait_for_tokens_as_the_dispatch_that_a_run_takes(
     sent = 7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2)
     symmetric = dispatch in (Dispatch.auto, Dispatch.symmetric)
     assert near.waiting == pytest.approx((SYMMETRIC if symmetric else TRAVEL) * sent / 350e9)
-    if dispatch is not Dispatch.symmetric:  # which a run refuses beyond a node
+    if dispatch is Dispatch.two_hops:  # a row to the other node, and from both to three ranks
+        row = 8 * 4096 * 2048 * 26 * 2 * (1 + 2)
+        to_node, to_ranks = row * (1 - (1 / 2) ** 6), 2 * 3 * row * (1 - (7 / 8) ** 6)
+        assert far.waiting == pytest.approx(to_node / 45e9 + (to_ranks + (TRAVEL - 1) * (to_node + to_ranks)) / 350e9)
+    elif dispatch is not Dispatch.symmetric:  # which a run refuses beyond a node
         assert far.waiting == pytest.approx(sent / 7 * 4 / 45e9 + (TRAVEL - 1) * sent / 350e9)
         over_pcie = cost(config, plan, near.degrees, replace(H200S, node_link=50e9))
         assert over_pcie.waiting == pytest.approx(TRAVEL * sent / 50e9)
