@@ -129,7 +129,7 @@ def test_a_silent_expert_keeps_its_scale_while_others_move() -> None:
 
 def test_state_goes_round_and_follows_names() -> None:
     a, slot = arena(count=3)
-    for value in (1.0, 2.0):
+    for value in (4.0, 3.0, 2.0, 1.0):  # a whole history; the oldest is the largest
         a.begin_step()
         record(slot, torch.tensor([value, 2 * value, 3 * value]))
         a.commit(YES)
@@ -139,6 +139,9 @@ def test_state_goes_round_and_follows_names() -> None:
     longer, _ = arena(count=4, history=8)
     assert longer.load_state_dict(a.state_dict()) == ["w.3"]
     assert torch.equal(longer.history[:3, :4], a.history[:3]) and torch.equal(longer.scale[:3], a.scale[:3])
+    shorter, _ = arena(count=3, history=2)
+    assert shorter.load_state_dict(a.state_dict()) == []
+    assert torch.equal(shorter.history[:3], a.history[:3, :2]), "the newest"
     current, _ = arena(count=3, delayed=False)
     assert current.load_state_dict(a.state_dict()) == []
     assert same.load_state_dict(current.state_dict()) == same.names, "from current scaling there is no history to take"

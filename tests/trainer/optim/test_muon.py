@@ -81,20 +81,23 @@ def apart(weight: Tensor, division: Division) -> list[Tensor]:
     return [g[b.row : b.row + b.rows, b.column : b.column + b.columns].clone() for b in boxes for g in groups]
 
 
-def test_two_steps_are_those_of_torch() -> None:
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_two_steps_are_those_of_torch(nesterov: bool) -> None:
     """torch.optim.Muon iterates in BF16: the difference is as large as BF16 makes to ours."""
     torch.manual_seed(0)
     weight, gradients = torch.randn(24, 40), torch.randn(2, 24, 40)
     ours = {}
     for iteration in Iteration:
         assert CONFIG.muon is not None
-        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=replace(MUON, iteration=iteration)))
+        how = replace(MUON, iteration=iteration, nesterov=nesterov)
+        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=how))
         for i, gradient in enumerate(gradients):
             model.weight.grad, model.norm.grad = gradient.clone(), torch.ones(3)  # type: ignore[union-attr]
             muon.step(torch.tensor(True), torch.tensor(i))
         ours[iteration] = model.weight.detach() - weight  # type: ignore[operator]
     theirs = nn.Parameter(weight.clone())
-    plain = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    keys = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.95, "nesterov": nesterov}
+    plain = torch.optim.Muon([theirs], **keys, adjust_lr_fn="match_rms_adamw")
     for gradient in gradients:
         theirs.grad = gradient.clone()
         plain.step()
