@@ -15,7 +15,7 @@ experts those of a whole node, which the second spreads over the node's processe
 which changes no number. The sum over a node is rounded to BF16, as that over a process is.
 
 The host waits once in each layer, for the numbers of rows of both hops. They are exchanged before the first hop: each
-process tells those of its place in the other nodes how many of its rows go on to each process there.
+process tells those of its place in the other nodes how many of its rows each process there will receive.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class TwoHopDispatcher:
         on = torch.empty_like(own)
         dist.all_to_all_single(on, own, group=self._to_nodes.group)
         on = on.view(nodes, each, 2).sum(0)
-        # where nothing arrives, a row of zeros goes on to the first expert
+        # where nothing arrives, the first expert receives a row of zeros
         nothing = pending.counts.received[:, 0].sum() == 0
         on[0, 0] += nothing
         on[0, 1] += nothing * expert_TK.shape[1]

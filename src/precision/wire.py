@@ -183,8 +183,8 @@ class GradFormat:
 
     @staticmethod
     def again(down: GroupedLinear, first: GradRows) -> "GradFormat | None":
-        """Return the format for gradients that were sent before, under the scale of `first`: the same numbers, whose
-        amax is recorded already."""
+        """Return the format for gradients that were sent before, under the scale of `first`: the same numbers.
+        Their amax is recorded already."""
         made = GradFormat.of(down, True)
         if made is not None:
             made.slot = Slot(made.slot.names, made.slot.format)

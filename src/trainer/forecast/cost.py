@@ -42,7 +42,8 @@ from typing import NamedTuple
 from models.flops import arriving, flops_per_token
 from precision import Plan
 from trainer.config import Config, Dispatch, Recompute, Switch
-from trainer.forecast.memory import dispatch_of, forecast, is_gathered_in_fp8, parameters
+from trainer.forecast.expert_messages import dispatch_of
+from trainer.forecast.memory import forecast, is_gathered_in_fp8, parameters
 from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models

@@ -31,12 +31,12 @@ from functools import cache
 import torch
 
 from models.config import ModelConfig
-from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
-from models.slots import room
+from models.flops import count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
-from trainer.config import Config, Device, Dispatch, Recompute, Switch
+from trainer.config import Config, Recompute, Switch
+from trainer.forecast.expert_messages import buffer_bytes, capacity_of
 from trainer.forecast.muon import muon_size
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import in_a_v, operand_bytes, stage_models
@@ -45,7 +45,6 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
 ROOM = 0.8  # of a GPU's memory: the limit of the forecast for settings that save messages
-NODE = 8  # GPUs that share memory, where nothing else is known
 
 Held = Callable[[FsdpPolicy], dict[str, float]]
 """A rank's memory by category, for an FSDP policy."""
@@ -152,18 +151,7 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
     model = config.model
     # two buffers for weights: a block's and the next one's
     size = 2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0)
-    travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
-    if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
-        width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
-        if (capacity := _capacity(config, degrees)) is None:
-            size += 2 * tokens * arriving(model, degrees.expert) * width
-            if config.parallel.dispatch is Dispatch.two_hops and degrees.expert > NODE:
-                size += 2 * tokens * arriving(model, degrees.expert // NODE) * width
-        else:
-            K, each = model.num_experts_per_token, model.num_experts // degrees.expert
-            slots, _ = room(capacity, tokens, K, degrees.expert, each)
-            inbox = dispatch_of(config, degrees) is Dispatch.symmetric  # in addition to the send and the receive buffer
-            size += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
+    size += buffer_bytes(config, plan, degrees, tokens)
     if degrees.context > 1:
         size += 2 * tokens * _exchanged(plan)
     if degrees.tensor > 1:  # gathered, and its gradient in FP32
@@ -346,20 +334,6 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
-def _capacity(config: Config, degrees: Degrees) -> float | None:
-    """Capacity of the slots of tokens on their way to experts; None without slots."""
-    slots = dispatch_of(config, degrees) in (Dispatch.slots, Dispatch.symmetric)
-    return config.parallel.dispatch_capacity if slots else None
-
-
-def dispatch_of(config: Config, degrees: Degrees, node: int = NODE) -> Dispatch:
-    """Return `parallel.dispatch`. auto: symmetric in groups within a node of `node` GPUs, else all_to_all."""
-    if config.parallel.dispatch is not Dispatch.auto:
-        return config.parallel.dispatch
-    near = degrees.expert <= node and config.trainer.device is not Device.cpu
-    return Dispatch.symmetric if near else Dispatch.all_to_all
-
-
 @cached_per_plan
 def _kept(
     plan: Plan, selective: bool, spread: int, tokens: int, capacity: float | None, config: ModelConfig
@@ -370,7 +344,7 @@ def _kept(
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Return the bytes of activations per token."""
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
-    spread = degrees.expert, tokens, _capacity(config, degrees)
+    spread = degrees.expert, tokens, capacity_of(config, degrees)
     kept = _kept(plan, False, *spread, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())
