@@ -56,6 +56,15 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
+def test_steps_enter_their_amaxes_into_the_histories(config: Configs) -> None:
+    engine = build_engine(config("precision=fp8_delayed", "precision.backend=reference"), torch.device("cpu"))
+    amaxes = []
+    for step in (1, 2):
+        train_step(engine, step, windows(4), 2)
+        amaxes.insert(0, engine.arena.amax.clone())
+    assert torch.equal(engine.arena.history[:, :2], torch.stack(amaxes, 1)) and not engine.arena.history[:, 2:].any()
+
+
 def test_a_step_moves_router_biases_against_its_load(make: Callable[[int], Engine]) -> None:
     engine = make(2)
     load = train_step(engine, 1, windows(4), 2).load.double()
