@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
+from models.dispatch import largest
 from models.slots import OBSERVED, SPARE, Slots, room
 from models.transport import EqualSplits
 from models.two_hops import Hops
@@ -143,6 +144,8 @@ def main(folder: Path) -> None:
         crowd = one_layer(CASES["one_process"], None, rank, size, group, slots)
         made["crowd"] = {"fill": slots.fill, **{key: value for key, value in crowd.items() if key in ("y", "dh")}}
         made["model"] = whole_model(CASES["fp32"], rank, size, group)
+        numbers = torch.tensor([rank / 8, 1 / (rank + 1), torch.nan if rank == 1 else 2.0])
+        made["largest"] = {"of": torch.stack([largest(x, group) for x in numbers])}
         torch.save(made, folder / f"{rank}.pt")
         dist.barrier()
     finally:
@@ -238,6 +241,13 @@ def test_more_tokens_than_slots_are_noticed_where_they_arrive_and_are_left_out(t
         for part in parts:
             assert all(torch.isfinite(part["crowd"][key]).all() for key in ("y", "dh"))
         assert any(not torch.equal(part["crowd"]["y"], part["one_process"]["y"]) for part in parts)
+
+
+def test_processes_agree_on_the_largest_of_their_numbers(two: list, many: list) -> None:
+    for parts in (two, many):
+        for part in parts:
+            assert part["largest"]["of"][:2].tolist() == [(len(parts) - 1) / 8, 1.0]
+            assert part["largest"]["of"][2].isnan()
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
