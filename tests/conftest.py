@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import torch
 from composed import SHARED
 from hypothesis import settings
 from omegaconf import OmegaConf
+from ports import free_port
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -169,13 +169,18 @@ class Programs:
     def run_ranks(self, program: str, size: int, *words: object) -> None:
         """A program in so many processes, which meet by torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-        All have to end well."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        All have to end well. When one fails, the others, which may wait for it, are killed after a moment."""
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
         ranks = [self.start(program, *words, environment=place) for place in who]
+        began = time.monotonic()
+        while None in (codes := [rank.poll() for rank in ranks]):
+            if any(codes) or time.monotonic() - began > 540:
+                time.sleep(5)
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(max(0.005, min(0.1, (time.monotonic() - began) / 30)))
         printed = ["".join(text[-3000:] for text in rank.communicate()) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(printed)
 

@@ -12,7 +12,6 @@ import os
 import random
 import runpy
 import signal
-import socket
 import sys
 import threading
 from collections import Counter
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ports import free_port
 from torch import Tensor
 
 from trainer.data import Bins, Loader, Prepared
@@ -163,12 +163,6 @@ def start(programs: Any, size: int, folder: Path, *how: int) -> list[Any]:
     place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "MASTER_PORT": str(free_port())}
     who = [place | {"RANK": str(rank)} for rank in range(size)]
     return [programs.start(__file__, folder, *how, environment=environment) for environment in who]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ what "slow end" waits for.
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from ports import free_port
 
 from precision.errors import UserError
 from trainer.launch.command_line import guarded
@@ -92,9 +92,7 @@ class Pair:
     """Two ranks, or those of them that are started."""
 
     def __init__(self, programs: Any, released: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = str(free.getsockname()[1])
+        self._port = str(free_port())
         self._programs, self.ranks, self.released = programs, {}, released
 
     def start(self, fault: str, who: int, ranks: tuple[int, ...] = (0, 1)) -> None:

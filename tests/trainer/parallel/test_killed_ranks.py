@@ -6,7 +6,6 @@ The ranks run this file as a program, over gloo.
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from composed import config_of
+from ports import free_port
 
 from trainer.launch.world import World
 from trainer.trainer import Trainer
@@ -47,9 +47,7 @@ def main(last: int, *overrides: str) -> None:
 
 def start(programs: Any, last: int, overrides: list[str]) -> list[int]:
     """Exit codes of two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [programs.start(__file__, last, *overrides, environment=place | {"RANK": str(i)}) for i in range(2)]
     errors = [rank.communicate()[1] for rank in ranks]
     codes = [rank.returncode for rank in ranks]
