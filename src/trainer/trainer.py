@@ -16,8 +16,6 @@ length and loss weights are those of the step's phase (`trainer.config.timeline`
 """
 
 import signal
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,24 +34,11 @@ from trainer.launch.signals import StopSignals
 from trainer.launch.world import World
 from trainer.parallel.mesh import resolve
 from trainer.recovery.ladder import SkippedStep
+from trainer.sinks import Summary
 from trainer.step.evaluation import mean_loss
 from trainer.step.guard import TrainingStopped, Verdict
 from trainer.step.metrics import Throughput, copy_to_host, memory_metrics, peak_memory_gib
 from trainer.step.train_step import StepResult, train_step
-
-
-@dataclass
-class Summary:
-    """Result of a finished run. Losses in nats per token; memory in GiB."""
-
-    folder: Path
-    step: int
-    validation_loss: float
-    bigram_loss: float | None
-    """None if the data was prepared without it."""
-    tokens_per_second: float
-    peak_memory_gib: float
-    skipped_steps: int
 
 
 class Trainer:

@@ -13,8 +13,6 @@ from importlib import import_module
 from precision.backends.interface import Backend, GradOperand, WeightOperand
 from precision.backends.reference import ReferenceBackend
 
-__all__ = ["Backend", "GradOperand", "WeightOperand", "get_backend", "replaced"]
-
 _BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend()}
 _ON_DEMAND = {"cuda": ("precision.backends.cuda", "CudaBackend")}  # name: (module, class)
 

@@ -12,7 +12,6 @@ from trainer.checkpoint.folder import (
     Verify,
     checkpoint_name,
     checkpoint_step,
-    delete_leftovers,
     list_checkpoints,
     newest_checkpoint,
     set_aside_after,
@@ -22,24 +21,3 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.manifest import DamagedCheckpoint
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
 from trainer.checkpoint.shard_view import ShardView
-
-__all__ = [
-    "CheckpointError",
-    "Checkpointer",
-    "DamagedCheckpoint",
-    "OnEvent",
-    "ShardView",
-    "Verify",
-    "checkpoint_name",
-    "checkpoint_step",
-    "delete_leftovers",
-    "list_checkpoints",
-    "newest_checkpoint",
-    "read",
-    "read_meta",
-    "read_values",
-    "saved_shapes",
-    "set_aside_after",
-    "verify_checkpoint",
-    "verify_on_all_ranks",
-]

@@ -17,29 +17,11 @@ from trainer.data.bins import Bins, DamagedShard
 from trainer.data.prepare import find_or_build, prepare
 from trainer.data.prepared import Prepared
 from trainer.data.tokenizer import load_tokenizer
-from trainer.data.tokenizer_sample import Progress, new_tokenizer
+from trainer.data.tokenizer_sample import new_tokenizer
 from trainer.data.verified import check_whole
 
 if TYPE_CHECKING:
     from trainer.data.loader import Loader, validation_batches
-
-__all__ = [
-    "Bins",
-    "DamagedShard",
-    "DataConfig",
-    "Loader",
-    "Prepared",
-    "Progress",
-    "Source",
-    "bigram_loss",
-    "check_data",
-    "check_whole",
-    "find_or_build",
-    "load_tokenizer",
-    "new_tokenizer",
-    "prepare",
-    "validation_batches",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,11 @@ from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 from trainer.forecast.header import shown
 from trainer.launch.launcher import Launch
 from trainer.run.run_folder import saved_backends
+from trainer.sinks import Summary
 from trainer.sinks.console import BestEffortStream
 
 if TYPE_CHECKING:
     from trainer.build import Run
-    from trainer.trainer import Summary
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 
@@ -88,7 +88,7 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     ]
 
 
-def ending(summary: "Summary", run: "Run", launch: Launch) -> str:
+def ending(summary: Summary, run: "Run", launch: Launch) -> str:
     """Return the last lines of a run. With several ranks there is no sample."""
     lines = [""]
     if run.config.eval.sample and launch.size == 1:
@@ -101,7 +101,7 @@ def ending(summary: "Summary", run: "Run", launch: Launch) -> str:
     return "\n".join(lines)
 
 
-def sweep_table(done: Sequence[tuple["Summary", Sequence[str]]]) -> str:
+def sweep_table(done: Sequence[tuple[Summary, Sequence[str]]]) -> str:
     """Return the runs of a sweep, a line each: what sets it apart, and the result. In a terminal that is too narrow for
     that, what sets a run apart is on a line of its own."""
     common = set.intersection(*(set(overrides) for _, overrides in done))

@@ -1,5 +1,3 @@
 """Outputs of a run: console, `metrics.jsonl`, `events.jsonl`, the log file, W&B, TensorBoard."""
 
-from trainer.sinks.sinks import RunSummary, Sinks
-
-__all__ = ["RunSummary", "Sinks"]
+from trainer.sinks.sinks import Sinks, Summary

@@ -14,10 +14,11 @@ Rank 0 has all sinks. Rank N has logs/rankN.log, which receives everything, and 
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -43,23 +44,18 @@ _TENSORS_LIMIT = 512 << 20  # bytes; a resume reads 61 MB/s
 _LAST_WORD_SECONDS = 3.0  # the other ranks wait for it
 
 
-class RunSummary(Protocol):
-    """The result of a run for its last lines. Losses in nats per token, memory in GiB; `folder` is the run's."""
+@dataclass
+class Summary:
+    """Result of a finished run. Losses in nats per token; memory in GiB."""
 
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def validation_loss(self) -> float: ...
-    @property
-    def bigram_loss(self) -> float | None: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-    @property
-    def peak_memory_gib(self) -> float: ...
-    @property
-    def skipped_steps(self) -> int: ...
+    folder: Path
+    step: int
+    validation_loss: float
+    bigram_loss: float | None
+    """None if the data was prepared without it."""
+    tokens_per_second: float
+    peak_memory_gib: float
+    skipped_steps: int
 
 
 class Sinks:
@@ -197,7 +193,7 @@ class Sinks:
             self._log.write(f"{label}: {value}")
             show(label, value)
 
-    def summary(self, summary: RunSummary) -> None:
+    def summary(self, summary: Summary) -> None:
         """Show the run's result, and its folder."""
         bar = "" if summary.bigram_loss is None else f" (bigrams: {summary.bigram_loss:.4f})"
         lines = {

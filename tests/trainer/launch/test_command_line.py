@@ -16,7 +16,7 @@ import pytest
 import trainer.trainer
 from trainer.config import Config
 from trainer.launch.world import World
-from trainer.trainer import Summary
+from trainer.sinks import Summary
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,7 +18,8 @@ from trainer.config import Config
 from trainer.launch.launcher import Launch
 from trainer.offline.ending import TEMPERATURE, TOP_P, ending, next_commands, printable_text, sample, sweep_table
 from trainer.offline.saved_model import open_run
-from trainer.trainer import Summary, Trainer
+from trainer.sinks import Summary
+from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
 Configs = Callable[..., Config]

@@ -9,7 +9,6 @@ import resource
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.launch.liveness.job_store import Failure
 from trainer.run.run_folder import Note, RunFolder
-from trainer.sinks import Sinks
+from trainer.sinks import Sinks, Summary
 from trainer.sinks.console import BestEffortStream, open_screen
 
 METRICS = {
@@ -34,15 +33,8 @@ METRICS = {
 }
 
 
-@dataclass
-class Summary:
-    folder: Path
-    step: int = 200
-    validation_loss: float = 3.21
-    bigram_loss: float = 4.5
-    tokens_per_second: float = 12345.0
-    peak_memory_gib: float = 1.234
-    skipped_steps: int = 2
+def summary(run: RunFolder) -> Summary:
+    return Summary(run.path, 200, 3.21, 4.5, 12345.0, 1.234, 2)
 
 
 def settings(*, console: bool = True) -> LoggingConfig:
@@ -161,7 +153,7 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, scr
         sinks.event("checkpoint", 20, "saved")
         sinks.event("checkpoint", 20, "no space", failed=True)
         sinks.event("spike", 20, "loss")
-        sinks.summary(Summary(run.path))
+        sinks.summary(summary(run))
     assert screen.text.splitlines()[:3] == ["checkpoint: no space", "spike: loss", ""]
     assert "validation loss    3.2100 nats per token (bigrams: 4.5000)" in screen.text
     assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
@@ -178,7 +170,7 @@ def test_an_error_of_all_ranks_is_reported_once(run: RunFolder, capsys: pytest.C
 
 def test_the_summary_names_losses_speed_memory_and_folder(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
-        sinks.summary(Summary(run.path))
+        sinks.summary(summary(run))
     log = (run.path / "logs" / "rank0.log").read_text()
     for value in ("3.2100 nats", "4.5000", "12,345", "1.23 GiB", "2 of 200", str(run.path)):
         assert value in screen.text and value in log
@@ -300,7 +292,7 @@ def test_another_rank_writes_its_log_and_nothing_else(
         sinks.event("resume", 20, "resumed")
         sinks.event("checkpoint", 20, "no space", failed=True)
         sinks.progress(20)
-        sinks.summary(Summary(run.path))
+        sinks.summary(summary(run))
     assert sorted(path.name for path in run.path.iterdir() if not path.name.startswith(".")) == ["config.yaml", "logs"]
     assert [path.name for path in (run.path / "logs").iterdir()] == ["rank3.log"]
     log = (run.path / "logs" / "rank3.log").read_text()

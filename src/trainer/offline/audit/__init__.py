@@ -14,5 +14,3 @@ It does not ask the plan for its intentions. It observes:
 
 from trainer.offline.audit.findings import Finding
 from trainer.offline.audit.steps import Audit, audit
-
-__all__ = ["Audit", "Finding", "audit"]
