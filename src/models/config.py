@@ -19,6 +19,14 @@ class NormPosition(Enum):
     post = "post"
 
 
+class Activation(Enum):
+    """Activation of the feed-forward layers: SwiGLU, gated (DeepSeek), or FOG's without a gate."""
+
+    swiglu = "swiglu"
+    gelu = "gelu"
+    xielu = "xielu"
+
+
 class RouterScoring(Enum):
     """How router logits become scores: sigmoid with bias balancing (DeepSeek-V3), or softmax (DeepSeek-V2)."""
 
@@ -104,6 +112,8 @@ class ModelConfig:
     """Divide each head's query and key by its rms; then no norm of attention has a trained gain."""
     qk_scale: float = 1.0
     """Factor on the softmax scale 1 / sqrt(d_qk): with qk_norm it bounds logits by qk_scale * sqrt(d_qk)."""
+    activation: Activation = Activation.swiglu
+    """swiglu: gated. gelu, xielu: without a gate; widths 1.5 times as large give as many parameters."""
     router_scoring: RouterScoring = RouterScoring.sigmoid
     """sigmoid or softmax."""
     norm_topk_prob: bool = True

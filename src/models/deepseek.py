@@ -25,7 +25,7 @@ from models.router import Gate
 from models.slots import Slots
 from models.stage import Pipeline, Stage
 from models.tensor import TensorSplit
-from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
+from precision import IGNORED, Linear, Plan, Xielu, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
 
 
@@ -46,7 +46,7 @@ class DeepSeek(nn.Module):
             name = f"layers.{i}"
             attn = _mla(config, plan, f"{name}.attn")
             if i < config.num_dense_layers:
-                ffn = FFN(plan, f"{name}.ffn", "ffn", D, config.intermediate_size)
+                ffn = FFN(plan, f"{name}.ffn", "ffn", D, config.intermediate_size, config.activation)
                 blocks.append(DenseBlock(plan, name, attn, ffn, D, eps, gain))
             else:
                 moe = _moe(config, plan, f"{name}.moe", residual)
@@ -280,11 +280,14 @@ class DeepSeek(nn.Module):
         for module in part.modules():
             if isinstance(module, RMSNorm) and module.weight is not None and module.initial is not None:
                 module.weight.fill_(module.initial)
+            if isinstance(module, Xielu):
+                module.reset()
             if isinstance(module, Gate) and module.bias is not None:
                 module.bias.zero_()
 
     def no_decay(self) -> set[str]:
-        """Return the names of the parameters without weight decay: gains of norms, embedding, routers."""
+        """Return the names of the parameters without weight decay: gains of norms, activations, embedding,
+        routers."""
         return {
             name
             for name, parameter in self.named_parameters()
@@ -388,5 +391,6 @@ def _moe(config: ModelConfig, plan: Plan, name: str, residual: torch.dtype) -> M
         intermediate_size=config.moe_intermediate_size,
         num_shared_experts=config.num_shared_experts,
         residual=residual,
+        activation=config.activation,
         router_norm_eps=config.rms_norm_eps if config.norm_position is NormPosition.post else None,
     )

@@ -39,10 +39,19 @@ from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens
 class RoutedExperts(Protocol):
     """The experts of a layer in this process, as a dispatcher sees them."""
 
-    gate_up: GroupedLinear
     down: GroupedLinear
     combine: torch.dtype
     accumulate: torch.dtype
+
+    @property
+    def first(self) -> GroupedLinear:
+        """The first GEMM."""
+        ...
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether SwiGLU follows it."""
+        ...
 
     def __call__(
         self,
@@ -205,14 +214,14 @@ class AllToAllDispatcher:
 
     def rows(self, expert_TK: Tensor, experts: RoutedExperts) -> RowMap:
         """Return the rows that the tokens send."""
-        kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        kernels = experts.is_gated and has_row_kernels(experts.first, experts.down, experts.combine, experts.accumulate)
         return RowMap.packed(expert_TK, self.size, len(self.experts), kernels, self.second_hop)
 
     def count(self, sent: Tensor, experts: RoutedExperts) -> Counts:
         """Exchange the numbers of rows and choices [P, 2], and start their way to the host."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        scales = [scale_of(experts.gate_up.input_slot, sent), scale_of(experts.down.grad_slot, sent)]
+        scales = [scale_of(experts.first.input_slot, sent), scale_of(experts.down.grad_slot, sent)]
         summary = torch.cat([sent[:, 0], received[:, 0], received[:, 1].sum()[None], torch.stack(scales) > 0])
         return Counts(sent, received, _OnHost(summary))
 
@@ -226,13 +235,13 @@ class AllToAllDispatcher:
         """As `finish`. first: scale and amax of dy in the first hop, if this is the second."""
         *sizes, choices, x_known, dy_known = pending.counts.summary.read()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :], self._agree)
-        x, gate_up, down, row_map = pending.x, experts.gate_up, experts.down, pending.row_map.cut(sum(exchange.sent))
-        x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
+        x, first_gemm, down, row_map = pending.x, experts.first, experts.down, pending.row_map.cut(sum(exchange.sent))
+        x_known, dy_known = x_known and first_gemm.recipe.delayed, dy_known and down.recipe.delayed
         grad = None
         if isinstance(x, Operand):
             grad = GradFormat.of(down, bool(dy_known)) if first is None else GradFormat.again(down, first)
         x_AD, expert_AK, weight_AK = send(
-            x, pending.expert, pending.weight.float(), row_map, exchange, gate_up, bool(x_known) or self.second_hop
+            x, pending.expert, pending.weight.float(), row_map, exchange, first_gemm, bool(x_known) or self.second_hop
         )
         if not any(exchange.received):  # the row of zeros needs an expert to yield a gradient
             expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]

@@ -13,7 +13,8 @@ Everything here follows from the config alone, in closed form; the tests compare
 from dataclasses import dataclass
 from math import comb
 
-from models.config import ModelConfig, NormPosition
+from models.config import Activation, ModelConfig, NormPosition
+from models.layers import first_gemm
 from models.slots import room
 from precision import Plan
 from precision.ffn import is_fused
@@ -45,10 +46,12 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Return the exact numbers for the model that `DeepSeek(config)` builds."""
     c, D = config, config.hidden_size
-    expert = 3 * D * c.moe_intermediate_size
+    matrices, trained = 3 if c.activation is Activation.swiglu else 2, 2 * (c.activation is Activation.xielu)
+    expert = matrices * D * c.moe_intermediate_size + trained
     attention = _attention(c) + 2 * D
-    dense_block = attention + 3 * D * c.intermediate_size
-    moe_block = attention + c.num_experts * D + (c.num_shared_experts + c.num_experts) * expert
+    dense_block = attention + matrices * D * c.intermediate_size + trained
+    moe_block = attention + c.num_experts * D + c.num_shared_experts * (expert - trained) + trained
+    moe_block += c.num_experts * expert
     idle = (c.num_experts - c.num_experts_per_token) * expert
     num_moe = c.num_layers - c.num_dense_layers
     table = c.vocab_size * D
@@ -84,8 +87,8 @@ def kept_bytes_per_token(
     """Return the bytes that one token's forward pass saves for backward, by category.
 
     Categories: gemm: inputs of the GEMMs, in the plan's saved format. norm: inputs of the norms. attention: q, k, v and
-    result of the core. swiglu: its input. head: the gradient of its input, or of its logits if it is not computed in
-    chunks. Not counted: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
+    result of the core. swiglu: the activation's input. head: the gradient of its input, or of its logits if it is not
+    computed in chunks. Not counted: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
 
     plan: the model's. selective: attention saves only its sublayer's input (its norm's) and the core's result, and no
     rows of BF16 experts; the rest is recomputed. spread: number of processes that share the experts (`arriving`).
@@ -95,7 +98,8 @@ def kept_bytes_per_token(
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
     kept: dict[str, float] = dict.fromkeys(("gemm", "norm", "attention", "swiglu", "head"), 0.0)
-    same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": ("moe.shared.gate_up",)}
+    first, _ = first_gemm(c.activation, 0)
+    same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": (f"moe.shared.{first}",)}
     head = gemms["lm_head"]
     chunked = is_chunked(head.recipe)
     tiles = rows_in_tiles(0, c.num_experts // spread) / tokens if tokens else 0.0
@@ -108,7 +112,8 @@ def kept_bytes_per_token(
         if row is head and chunked:
             continue
         ffn, _, kind = name.rpartition(".")
-        fused = kind in ("gate_up", "down") and is_fused(gemms[f"{ffn}.gate_up"].recipe, gemms[f"{ffn}.down"].recipe)
+        fused = kind in ("gate_up", "down") and c.activation is Activation.swiglu
+        fused = fused and is_fused(gemms[f"{ffn}.gate_up"].recipe, gemms[f"{ffn}.down"].recipe)
         if fused and kind == "down":
             continue  # its input is recomputed
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
@@ -119,12 +124,12 @@ def kept_bytes_per_token(
             layer = ffn.removesuffix("experts")
             rows = arrive
             if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
-                shares = [f"{layer}router", f"{layer}shared.gate_up"]
+                shares = [f"{layer}router", f"{layer}shared.{first}"]
                 others = [gemms[other] for other in shares if f"{other}_norm" not in plan.tensors]
         again = selective and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # saved once
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
-        if name.endswith(".gate_up"):
+        if kind == first:
             kept["swiglu"] += row.out_features * in_tiles * row.recipe.output.bytes
     for name, row in plan.tensors.items():
         if row.op == "norm" and not (selective and ".attn." in name):
@@ -132,7 +137,7 @@ def kept_bytes_per_token(
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
             width |= {"q_head_norm": heads, "k_head_norm": heads}
             if name.endswith("router_norm"):  # the shared experts' input, where that is saved unquantised
-                shared = gemms[f"{name.removesuffix('router_norm')}shared.gate_up"].recipe.saved
+                shared = gemms[f"{name.removesuffix('router_norm')}shared.{first}"].recipe.saved
                 width["router_norm"] = c.hidden_size if shared.is_fp8 else 0
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
         if row.op == "attn.core":

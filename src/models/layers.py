@@ -3,7 +3,7 @@
 RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain; in FOG's models (arXiv 2505.20524) some without gain.
 
 SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, with the gate as
-its first half.
+its first half. In FOG's variants without a gate: y = W_down act(W_up x), see `precision.activation`.
 
 RoPE (arXiv 2104.09864; `precision.rotary` applies it): pair j at position p turns by the angle p w_j, with w_j =
 theta^(-2j / R).
@@ -22,14 +22,15 @@ Legend: B batch, S sequence, D hidden, F intermediate, V vocabulary, H heads, R 
 """
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import YarnConfig
+from models.config import Activation, YarnConfig
 from models.tensor import SplitLookup, TensorSplit
-from precision import Feed, Kurtosis, Linear, Operand, Plan, gated_ffn, rms_norm
+from precision import Feed, Gelu, Kurtosis, Linear, Operand, Plan, Xielu, activate, gated_ffn, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -115,19 +116,47 @@ class _Lookup(torch.autograd.Function):
         return None, torch.ops.aten.embedding_dense_backward(dy, tokens, ctx.rows, -1, False), None
 
 
-class FFN(nn.Module):
-    """Gated feed-forward layer D -> F -> D: a dense block's (op `ffn`), or the shared experts (op `moe.shared`)."""
+def first_gemm(activation: Activation, intermediate_size: int) -> tuple[str, int]:
+    """Return name and out features of the first GEMM of a feed-forward layer."""
+    return ("gate_up", 2 * intermediate_size) if activation is Activation.swiglu else ("up", intermediate_size)
 
-    def __init__(self, plan: Plan, name: str, op: str, hidden_size: int, intermediate_size: int):
+
+def without_gate(activation: Activation, layers: int = 1) -> Gelu | Xielu | None:
+    """Return the activation of so many layers without a gate; None for SwiGLU, which has one."""
+    match activation:
+        case Activation.gelu:
+            return Gelu()
+        case Activation.xielu:
+            return Xielu(layers)
+        case Activation.swiglu:
+            return None
+
+
+class FFN(nn.Module):
+    """Feed-forward layer D -> F -> D: a dense block's (op `ffn`), or the shared experts (op `moe.shared`)."""
+
+    def __init__(
+        self, plan: Plan, name: str, op: str, hidden_size: int, intermediate_size: int, activation: Activation
+    ):
         super().__init__()
-        self.gate_up = Linear(plan.gemm(f"{name}.gate_up", op, hidden_size, 2 * intermediate_size))
+        part, out_features = first_gemm(activation, intermediate_size)
+        self._first, first = part, Linear(plan.gemm(f"{name}.{part}", op, hidden_size, out_features))
+        self.add_module(part, first)
         self.down = Linear(plan.gemm(f"{name}.down", op, intermediate_size, hidden_size))
-        self.feed, self.down_feed = Feed(self.gate_up), Feed(self.down)
+        self.feed, self.down_feed = Feed(first), Feed(self.down)
+        self.activation = without_gate(activation)
         self.kurtosis = Kurtosis("ffn")
+
+    @property
+    def first(self) -> Linear:
+        """The first GEMM: `gate_up`, or `up` without a gate."""
+        return cast(Linear, getattr(self, self._first))
 
     def forward(self, x: Operand | Tensor) -> Tensor:
         """Apply the layer to x [..., D], normed and made for `self.feed`; return [..., D]."""
-        return gated_ffn(x, self.gate_up, self.down, self.down_feed, self.kurtosis)
+        if self.activation is None:
+            return gated_ffn(x, self.first, self.down, self.down_feed, self.kurtosis)
+        return self.down(activate(self.first(x), self.activation, self.down_feed, kurtosis=self.kurtosis))
 
 
 def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:

@@ -3,9 +3,9 @@
     y = FFN_shared(u) + sum over the K chosen experts i of g_i FFN_i(u)
 
 The shared experts are one feed-forward layer of num_shared_experts times an expert's width. The routed ones are two
-grouped GEMMs over rows sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is
-linear: so the experts' outputs are not saved for g's gradient. The sum over a token's experts runs in the plan's
-`moe.accumulate` format.
+grouped GEMMs over rows sorted by expert. The weight g_i is applied inside the activation, before the down projection,
+which is linear: so the experts' outputs are not saved for g's gradient. The sum over a token's experts runs in the
+plan's `moe.accumulate` format.
 
 The dispatcher moves tokens to experts in other processes: see `dispatch`.
 
@@ -18,33 +18,43 @@ Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts
 rows.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from models.config import Activation
 from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from models.layers import FFN, RMSNorm
+from models.layers import FFN, RMSNorm, first_gemm, without_gate
 from models.router import Gate
 from models.slots import SlotDispatcher, Slots
 from models.two_hops import Hops, TwoHopDispatcher
-from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, expert_ffn
+from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, Xielu, expert_ffn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers D -> F -> D, E of them, or those of this process. gate_up [E, 2F, D], down [E, D, F].
+    """Feed-forward layers D -> F -> D, E of them, or those of this process. gate_up [E, 2F, D], or up [E, F, D] without
+    a gate; down [E, D, F].
 
-    combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: the Feed of `gate_up`,
+    combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: the Feed of `first`,
     where tokens do not travel as an Operand. keep_rows: see `precision.ffn`.
     """
 
     keep_rows = True
 
     def __init__(
-        self, plan: Plan, name: str, *, hidden_size: int, intermediate_size: int, num_experts: int, rows_per_token: int
+        self,
+        plan: Plan,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        rows_per_token: int,
+        activation: Activation,
     ):
         super().__init__()
 
@@ -52,21 +62,36 @@ class Experts(nn.Module):
             row = plan.gemm(f"{name}.{part}", "moe.experts", in_features, out_features, num_experts, rows_per_token)
             return GroupedLinear(row)
 
-        self.gate_up = grouped("gate_up", hidden_size, 2 * intermediate_size)
+        part, out_features = first_gemm(activation, intermediate_size)
+        self._first, first = part, grouped(part, hidden_size, out_features)
+        self.add_module(part, first)
         self.down = grouped("down", intermediate_size, hidden_size)
         self.down_feed = Feed(self.down)
+        self.activation = without_gate(activation, num_experts)
         self.kurtosis = Kurtosis("ffn")
         layer = name.removesuffix("experts")
         dispatch = plan.tensor(f"{layer}dispatch", "moe.dispatch")
         self.combine = plan.tensor(f"{layer}combine", "moe.combine").dtype
         self.accumulate = plan.tensor(f"{layer}accumulate", "moe.accumulate").dtype
         self.dispatch = None if dispatch.is_fp8 else dispatch.dtype  # of tokens that travel unquantised
-        self.rows_feed = None if dispatch.is_fp8 else Feed(self.gate_up)
+        self.rows_feed = None if dispatch.is_fp8 else Feed(first)
+
+    @property
+    def first(self) -> GroupedLinear:
+        """The first GEMM: `gate_up`, or `up` without a gate."""
+        return cast(GroupedLinear, getattr(self, self._first))
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether SwiGLU follows it."""
+        return self.activation is None
 
     def keep(self, experts: range) -> None:
         """Keep these experts only."""
-        self.gate_up.keep(experts)
+        self.first.keep(experts)
         self.down.keep(experts)
+        if isinstance(self.activation, Xielu):
+            self.activation.keep(experts)
 
     def forward(
         self,
@@ -85,7 +110,7 @@ class Experts(nn.Module):
             x,
             expert_TK,
             weight_TK,
-            self.gate_up,
+            self.first,
             self.down,
             down_feed=self.down_feed,
             rows_feed=self.rows_feed,
@@ -96,6 +121,7 @@ class Experts(nn.Module):
             choices=choices,
             kurtosis=self.kurtosis,
             keep_rows=self.keep_rows,
+            activation=self.activation,
         )
 
 
@@ -112,6 +138,7 @@ class MoE(nn.Module):
         intermediate_size: int,
         num_shared_experts: int,
         residual: torch.dtype,
+        activation: Activation = Activation.swiglu,
         router_norm_eps: float | None = None,
     ):
         super().__init__()
@@ -121,7 +148,9 @@ class MoE(nn.Module):
         if router_norm_eps is not None:
             self.router_norm = RMSNorm(plan, f"{name}.router_norm", hidden_size, router_norm_eps, None)
         self.router = Linear(plan.gemm(f"{name}.router", "moe.router", hidden_size, num_experts))
-        self.shared = FFN(plan, f"{name}.shared", "moe.shared", hidden_size, num_shared_experts * intermediate_size)
+        self.shared = FFN(
+            plan, f"{name}.shared", "moe.shared", hidden_size, num_shared_experts * intermediate_size, activation
+        )
         self.experts = Experts(
             plan,
             f"{name}.experts",
@@ -129,11 +158,12 @@ class MoE(nn.Module):
             intermediate_size=intermediate_size,
             num_experts=num_experts,
             rows_per_token=num_chosen,
+            activation=activation,
         )
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.residual = residual
-        at_once = (self.experts.gate_up,) if self.experts.dispatch is None else ()
-        self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
+        at_once = (self.experts.first,) if self.experts.dispatch is None else ()
+        self.feed = Feed(self.shared.first, *at_once, tensor=True)
 
     def spread(self, group: "ProcessGroup", by: Slots | Hops | None = None) -> None:
         """Keep this process's share of the experts and send tokens to those of the group (expert parallelism), in

@@ -206,7 +206,7 @@ class SlotDispatcher:
     ) -> _Pending:
         (T, K), P, each = expert_TK.shape, self._whole.size, len(self.experts)
         slots, room = self.slots.sizes(T, K, each)
-        kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        kernels = experts.is_gated and has_row_kernels(experts.first, experts.down, experts.combine, experts.accumulate)
         row_map, wanted = RowMap.in_slots(expert_TK, P, each, kernels, slots)
         sent = wanted.clamp(max=slots)
         choices = torch.zeros_like(sent).scatter_add_(
@@ -216,11 +216,11 @@ class SlotDispatcher:
             (torch.stack([sent, choices], 1),), torch.ones_like(sent), None, keep=True
         )
         self.slots.record_rows(wanted, received[:, 1], T, K, each)
-        for slot, known in ((experts.gate_up.input_slot, x_known), (experts.down.grad_slot, dy_known)):
+        for slot, known in ((experts.first.input_slot, x_known), (experts.down.grad_slot, dy_known)):
             if known:
                 self.slots.record_need(torch.where(scale_of(slot, sent) > 0, 0.0, torch.inf))
         exchange = _Exchange(self.slots.transport, sent, received[:, 0].contiguous())
-        x_AD, expert_AK, weight_AK = send(x, expert_TK, weight_TK.float(), row_map, exchange, experts.gate_up, x_known)
+        x_AD, expert_AK, weight_AK = send(x, expert_TK, weight_TK.float(), row_map, exchange, experts.first, x_known)
         if room < expert_AK.numel():
             here = expert_AK < each
             fits = here.flatten().cumsum(0).view_as(here) <= room
@@ -229,10 +229,10 @@ class SlotDispatcher:
 
     def _known(self, experts: RoutedExperts) -> tuple[bool, bool]:
         """Return whether the arena has scales of x and of dy: with delayed scales, from the first history on."""
-        gate_up, down = experts.gate_up, experts.down
+        first, down = experts.first, experts.down
         read = [
             slot if layer.recipe.delayed else None
-            for layer, slot in ((gate_up, gate_up.input_slot), (down, down.grad_slot))
+            for layer, slot in ((first, first.input_slot), (down, down.grad_slot))
         ]
         has = [slot is not None for slot in read]
         if id(self) not in self.slots.known and any(has):

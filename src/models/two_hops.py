@@ -95,7 +95,8 @@ class _NodeExperts:
 
     def __init__(self, experts: RoutedExperts, hop: _SecondHop, counts: Counts):
         self._experts, self._hop, self._counts = experts, hop, counts
-        self.gate_up: GroupedLinear = experts.gate_up
+        self.first: GroupedLinear = experts.first
+        self.is_gated: bool = experts.is_gated
         self.down: GroupedLinear = experts.down
         self.combine: torch.dtype = experts.combine
         self.accumulate: torch.dtype = experts.accumulate

@@ -1,3 +1,6 @@
+from precision.activation import Gelu as Gelu
+from precision.activation import Xielu as Xielu
+from precision.activation import activate as activate
 from precision.amax_probe import AmaxProbe as AmaxProbe
 from precision.attention import attention_core as attention_core
 from precision.attention import document_mask as document_mask

@@ -1,7 +1,9 @@
-"""Gated feed-forward layers, dense and over experts: from a norm's operand to the sum over a token's experts.
+"""Feed-forward layers, dense and over experts: from a norm's operand to the sum over a token's experts.
 
     gated_ffn    y = w_down (silu(w_gate x) * w_up x)
     expert_ffn   y = sum over the K chosen experts of weight * FFN_expert(x)  (+ add)
+
+Experts may have an activation without a gate (`activation`) instead.
 
 Where the backend has kernels for the whole layer (`cuda`, both GEMMs in one precision), the layer runs as one operator
 each way: see `kernels.ffn_ops`. Elsewhere it is composed of the ops of `fused` and the linears, which define the
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from precision.activation import Gelu, Xielu, activate
 from precision.deferred import WeightGradientQueue
 from precision.fused import combine_rows, gather_rows, swiglu
 from precision.kurtosis import Kurtosis
@@ -54,6 +57,7 @@ def expert_ffn(
     choices: int = -1,
     kurtosis: Kurtosis | None = None,
     keep_rows: bool = True,
+    activation: Gelu | Xielu | None = None,
 ) -> Tensor:
     """Apply the experts chosen for each token; return add + the weighted sum, [T, D] in add's dtype, or in combine's
     without add.
@@ -62,14 +66,19 @@ def expert_ffn(
     travel as an Operand. combine, accumulate: formats of the experts' outputs and of the sum. grad: scale and amax row
     for the output gradient, if it has been FP8 before. choices: how many of the T K choices are real; the others are
     expert E, which means none; -1: all. kurtosis: as in `gated_ffn`, over all experts' rows. keep_rows: kernels for
-    experts in BF16 save x's rows, T K of them, instead of gathering them from x again in the backward pass.
+    experts in BF16 save x's rows, T K of them, instead of gathering them from x again in the backward pass. activation:
+    of experts without a gate, where `gate_up` is the up projection alone; None: SwiGLU.
     """
-    if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
+    if activation is None and has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
         return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis, keep_rows)
     order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0], choices)
     weight_R = weight_TK.flatten().index_select(0, order_R)
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
-    h_RF = swiglu(gate_up(rows, offsets_E), down_feed, weight_R, kurtosis)
+    made = gate_up(rows, offsets_E)
+    if activation is None:
+        h_RF = swiglu(made, down_feed, weight_R, kurtosis)
+    else:
+        h_RF = activate(made, activation, down_feed, weight_R, offsets_E, kurtosis)
     rows_RD = down(h_RF, offsets_E, grad).to(combine)
     total_TD = combine_rows(rows_RD, index_R, inverse_TK, accumulate)
     return total_TD.to(combine) if add is None else (total_TD + add).to(add.dtype)

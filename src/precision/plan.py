@@ -137,12 +137,13 @@ class Plan:
                 f"{name}: {op!r} is not a tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}"
             )
         precision, why = self._decide(name, op)
-        if precision is Precision.fp8 and op not in FP8_OPS:
-            raise _not_in_fp8(name, op, why)
         if op == "norm" and precision is not Precision.fp32:
             raise UserError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
+        if precision is Precision.fp8 and op not in FP8_OPS:
+            raise _not_in_fp8(name, op, why)
         if op == "moe.dispatch" and precision is Precision.fp8:
-            experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
+            stem = name.removesuffix("dispatch") + "experts"
+            experts = self.gemms.get(f"{stem}.gate_up") or self.gemms.get(f"{stem}.up")
             if experts is not None and not experts.recipe.reads_fp8:  # the receiving end does not read FP8
                 precision, why = Precision.bf16, "follows moe.experts"
         if op == "attn.core" and precision is Precision.fp8 and self.kernels != REFERENCE:

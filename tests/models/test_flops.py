@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
+from models.config import Activation
 from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan, begin_step, bind, gemm_layers, topk_experts
 from precision.config import BackendChoice, Precision
@@ -20,17 +21,17 @@ OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "activation"),
     [
-        *("deepseek_tiny", "deepseek_30m", "deepseek_100m", "deepseek_300m", "deepseek_1b"),
-        *("deepseek_v2_lite", "moonlight_16b", "deepseek_v3"),
-        *("fog_mla_tiny", "fog_mla_100m", "fog_mla_300m", "fog_moonlight_16b"),
+        *((f"deepseek_{size}", "swiglu") for size in ("tiny", "30m", "100m", "300m", "1b", "v2_lite", "v3")),
+        *((name, "swiglu") for name in ("moonlight_16b", "fog_mla_100m", "fog_mla_300m", "fog_moonlight_16b")),
+        *(("fog_mla_tiny", activation.value) for activation in Activation),
     ],
 )
 def test_counts_are_those_of_the_model_on_the_meta_device(
-    name: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
+    name: str, activation: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
-    config = model_config(name)
+    config = replace(model_config(name), activation=Activation(activation))
     model, plan = on_meta(config, "fp8_delayed")
     count = count_parameters(config)
     assert count.total == sum(p.numel() for p in model.parameters())
@@ -40,7 +41,9 @@ def test_counts_are_those_of_the_model_on_the_meta_device(
     idle = experts - experts * config.num_experts_per_token // config.num_experts
     assert count.active == count.total - count.embedding - idle
     gemms = sum(row.flops_per_token for row in plan.gemms.values())
-    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    vectors = [(n, p.numel()) for n, p in model.named_parameters() if p.dim() == 1]
+    chosen = config.num_experts_per_token / config.num_experts
+    norms = sum(size * chosen if ".experts." in n else size for n, size in vectors)
     core = 3 * len(model.iter_blocks()) * config.num_heads * (config.qk_head_dim + config.v_head_dim) * 1024
     assert flops_per_token(config, 1024) == 3 * gemms + 6 * norms + core
 

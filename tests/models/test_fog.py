@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import DeepSeek, ModelConfig, NormPosition, YarnConfig
 from models.block import DenseBlock, MoEBlock
+from models.config import Activation
 from models.hf import to_hf_config
 from models.layers import qk_bound, rope_table
 from precision import Linear, Operand, Plan, apply_rope, begin_step, bind
@@ -25,8 +26,9 @@ def norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
 
-def test_a_dense_block_is_its_equations(build: Build) -> None:
-    model = build(**FOG).double()
+@pytest.mark.parametrize("activation", Activation)
+def test_a_dense_block_is_its_equations(activation: Activation, build: Build) -> None:
+    model = build(**FOG, activation=activation).double()
     block, c = model.layers[0], model.config
     assert isinstance(block, DenseBlock) and block.attn_post_norm and block.ffn_post_norm
     w = {name: p.detach() for name, p in block.named_parameters()}
@@ -45,10 +47,18 @@ def test_a_dense_block_is_its_equations(build: Build) -> None:
     future = torch.ones(12, 12, dtype=torch.bool).triu(1)
     out = torch.einsum("bhij,bjhv->bihv", score.masked_fill(future, -torch.inf).softmax(-1), v).flatten(2)
     h1 = h + norm(out @ w["attn.o.weight"].T, w["attn_post_norm.weight"])
-    gate, up = (h1 @ w["ffn.gate_up.weight"].T).chunk(2, -1)
-    y = (torch.nn.functional.silu(gate) * up) @ w["ffn.down.weight"].T
+    if activation is Activation.swiglu:
+        gate, up = (h1 @ w["ffn.gate_up.weight"].T).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+    else:
+        up = h1 @ w["ffn.up.weight"].T
+        inner = torch.nn.functional.gelu(up)
+    if activation is Activation.xielu:
+        a_p, a_n = (torch.log1p(w[f"ffn.activation.{name}"].exp()) for name in ("positive", "negative"))
+        inner = torch.where(up > 0, a_p * up.square(), (a_n + 0.5) * (torch.expm1(up) - up)) + up / 2
+    y = inner @ w["ffn.down.weight"].T
     want = h1 + norm(y, w["ffn_post_norm.weight"])
-    got = build(**FOG).layers[0](h.float(), rope.float())[0]
+    got = build(**FOG, activation=activation).layers[0](h.float(), rope.float())[0]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -104,15 +114,19 @@ def test_fp8_reads_the_stream_once_for_queries_and_latents(build: Build) -> None
 
 
 def test_hugging_face_has_no_such_architecture(build: Build) -> None:
-    for key, value in FOG.items():
+    for key, value in {**FOG, "activation": Activation.gelu}.items():
         with pytest.raises(ValueError, match=rf"model\.{key}=.*no architecture of transformers"):
             to_hf_config(build(**{key: value}).config)
 
 
-def test_fp8_attention_in_a_model(on_meta: Callable[..., tuple[DeepSeek, Plan]], tokens: Tensor) -> None:
+@pytest.mark.parametrize("activation", [Activation.swiglu, Activation.xielu])
+def test_fp8_attention_in_a_model(
+    activation: Activation, on_meta: Callable[..., tuple[DeepSeek, Plan]], tokens: Tensor
+) -> None:
     """Every GEMM of a block but the router's is in FP8; recomputed or compiled, gradients are the same bits; in BF16
     aside, no cast is made."""
     config = ModelConfig(vocab_size=96, hidden_size=32, num_layers=2, num_mtp_layers=1, intermediate_size=32, **FOG)
+    config = replace(config, activation=activation)
     model, plan = on_meta(replace(config, num_experts=2, moe_intermediate_size=16), "fp8_full")
     assert plan.fp8_shares_at(64)[1] > plan.blocks_fp8_share > 0.98 and not plan.notes
     assert [row.name for row in plan.gemms.values() if not row.recipe.is_fp8 and row.op != "lm_head"] == [

@@ -20,13 +20,17 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
     return {f"{name} {seed}": Case((*keys, f"trainer.seed={seed}"), steps=6, seed=seed) for seed in SEEDS}
 
 
+XIELU = "model.activation=xielu"
+
 CASES = {
-    1: {"fp32": Case((FP32,), 2)}
+    1: {"xielu": Case((XIELU, FP32), 2), "fp32": Case((FP32,), 2)}
     | {name: Case((f"precision={name}",), 2) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
         "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), 2),
         "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), 2),
         "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), 2),
+        "fsdp xielu": Case((*FSDP, XIELU, FP32), 2),
+        "ep xielu": Case((*EP, XIELU, FP32), 2),
         "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), 2),
         "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), 2),
         "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), 2),
@@ -64,6 +68,13 @@ def test_in_fp32_every_layout_has_the_curve_of_one_process(curves: dict[int, Cur
     assert max(differences(ours, theirs, "norm")) < 1e-3
     assert max(differences(ours, theirs, "bias")) == 0, "loads are those of the whole batch"
     assert max(differences(ours, theirs, "moe/load_max_over_mean_worst")) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES[2] if "xielu" in name])
+def test_parameters_of_activations_are_shared_as_weights_are(curves: dict[int, Curves], name: str) -> None:
+    ours, theirs = curves[2][name], curves[1]["xielu"]
+    assert max(differences(ours, theirs)) < 1e-5
+    assert max(differences(ours, theirs, "optim/grad_norm")) < 1e-3
 
 
 @pytest.mark.parametrize(("size", "name"), [(s, n) for s in (2, 4) for n in CASES[s] if "fp8" in n])
