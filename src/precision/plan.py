@@ -54,6 +54,7 @@ UNBOUNDED = (
     "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
 )
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: its sums of 128 products must be in FP32"
+LONGEST_HISTORY = 65536  # steps; 64 times Transformer Engine's own
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
 
 
@@ -379,9 +380,10 @@ def _check_scaling(scaling: ScalingConfig) -> None:
             f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
             f"which is exact for powers of two only; set {where}.power_of_two=true"
         )
-    if scaling.history < 1:
+    if not 1 <= scaling.history <= LONGEST_HISTORY:
         raise UserError(
-            f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more"
+            f"{where}.history={scaling.history}: delayed scaling looks back at least one step, and saves an amax a "
+            f"tensor of each; set 1 to {LONGEST_HISTORY}"
         )
     if not scaling.max_jump >= 2:
         raise UserError(

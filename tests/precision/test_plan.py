@@ -101,6 +101,8 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
             r"lm_head \[64 -> 100\] cannot run in FP8.*out features",
         ),
         (lambda c: setattr(c.scaling, "history", 0), r"precision\.scaling\.history=0"),
+        (lambda c: setattr(c.scaling, "history", 10**9), r"precision\.scaling\.history=1000000000.*65536"),
+        (lambda c: setattr(c.table, "norm", Precision.fp8), r"precision\.table\.norm=fp8.*set it to fp32"),
         (lambda c: setattr(c.scaling, "max_jump", 1), r"precision\.scaling\.max_jump=1.*set 2 or more"),
         (lambda c: setattr(c.scaling, "margin", -1), r"precision\.scaling\.margin=-1"),
     ],
