@@ -148,38 +148,25 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source with all settings resolved: an entry of `mix`, or the section itself."""
+    """One source with all settings resolved: an entry of `mix`, or the section itself, whose fields these are."""
 
     name: str
     """Its name, or the kind of the source."""
     key: str
     """Prefix of its settings in messages: data, or data.mix[0]."""
     weight: float | None
-    """As in `MixEntry`."""
     source: Source
-    """As in `DataConfig`."""
     path: str | None
-    """As in `DataConfig`."""
     glob: str
-    """As in `DataConfig`."""
     exclude: tuple[str, ...]
-    """As in `DataConfig`."""
     format: Format
-    """As in `DataConfig`."""
     text_column: str
-    """As in `DataConfig`."""
     subset: str | None
-    """As in `DataConfig`."""
     split: str
-    """As in `DataConfig`."""
     revision: str | None
-    """As in `DataConfig`."""
     streaming: bool
-    """As in `DataConfig`."""
     validation_path: str | None
-    """As in `DataConfig`."""
     validation_split: str | None
-    """As in `DataConfig`."""
 
     @property
     def held_out(self) -> SourceConfig | None:

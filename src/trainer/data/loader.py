@@ -98,11 +98,6 @@ class Loader:
         self._readings: deque[_Reading] = deque()
 
     @property
-    def epoch(self) -> int:
-        """Finished epochs of the cursor's section."""
-        return self.cursor % SECTION // self.num_windows
-
-    @property
     def num_windows(self) -> int:
         """Windows in an epoch, at the cursor."""
         return self.bins.num_windows(self.length_of(self.cursor))

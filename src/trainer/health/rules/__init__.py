@@ -26,50 +26,22 @@
 Rules use medians and median absolute deviations, not means and standard deviations: one spike does not move them.
 """
 
-from collections.abc import Callable
-
 from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
-from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
-from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
-from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, Straggler, ThroughputDrop
-from trainer.health.rules.tensors import (
-    ExpertEntropy,
-    ExpertLoad,
-    Kurtosis,
-    MaxLogit,
-    Saturated,
-    ScaleDrop,
-    ScaleRise,
-    Underflown,
+from trainer.health.rules import curves, power, resources, tensors
+
+OF_THE_CARD = resources.MemoryGrowth, resources.MemoryFull
+"""Rules that also take the GPU's memory in GiB, or None if it is unknown."""
+RULES = (
+    *(curves.GradNormSpike, curves.LossRise, curves.LossPlateau),
+    *(tensors.ScaleDrop, tensors.ScaleRise, tensors.Saturated, tensors.Underflown, tensors.MaxLogit, tensors.Kurtosis),
+    *(curves.ShadowLossGap, curves.ShadowCosine, tensors.ExpertLoad, tensors.ExpertEntropy),
+    *(resources.ThroughputDrop, resources.Straggler, *OF_THE_CARD, resources.AllocatorRetries),
+    *(power.Throttled, power.GpuCelsius, power.GpuMemoryCelsius, power.GpuMemoryErrors),
 )
 
 
 def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
-    """The rules that have a threshold. card_gib: memory of the GPU; None: not known, and no rule about it."""
-    kinds: dict[str, Callable[[float], Rule]] = {
-        "grad_norm_spike": GradNormSpike,
-        "loss_rise": LossRise,
-        "loss_plateau": LossPlateau,
-        "scale_drop": ScaleDrop,
-        "scale_rise": ScaleRise,
-        "saturated": Saturated,
-        "underflown": Underflown,
-        "max_logit": MaxLogit,
-        "kurtosis_power": Kurtosis,
-        "shadow_loss_gap": ShadowLossGap,
-        "shadow_cosine": ShadowCosine,
-        "expert_load": ExpertLoad,
-        "expert_entropy": ExpertEntropy,
-        "throughput_drop": ThroughputDrop,
-        "straggler": Straggler,
-        "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
-        "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
-        "allocator_retries": AllocatorRetries,
-        "throttled": Throttled,
-        "gpu_celsius": GpuCelsius,
-        "gpu_memory_celsius": GpuMemoryCelsius,
-        "gpu_memory_errors": GpuMemoryErrors,
-    }
-    thresholds = {name: getattr(config, name) for name in kinds}
-    return [kind(thresholds[name]) for name, kind in kinds.items() if thresholds[name] is not None]
+    """Return the rules that have a threshold. card_gib: memory of the GPU; None: unknown."""
+    thresholds = [(rule, getattr(config, rule.name)) for rule in RULES]
+    return [rule(at, card_gib) if rule in OF_THE_CARD else rule(at) for rule, at in thresholds if at is not None]
