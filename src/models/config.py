@@ -4,10 +4,12 @@ Names follow DeepSeek and Hugging Face where those are clear, with `num_` for co
 each file of `configs/model/` sets every key.
 """
 
+import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 from precision.errors import refuse
 
@@ -203,6 +205,11 @@ class ModelConfig:
             if self.router_bias_zero_mean:
                 why = "softmax has no bias"
                 self._refuse("router_bias_zero_mean", why, "set false, or model.router_scoring=sigmoid")
+
+
+def plain_model(model: ModelConfig) -> dict[str, Any]:
+    """Return a model's config as JSON values, for a checkpoint's meta."""
+    return json.loads(json.dumps(asdict(model), default=lambda choice: choice.value))
 
 
 _AT_LEAST_ONE = (

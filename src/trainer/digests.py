@@ -81,13 +81,7 @@ def read_stamped(path: Path, fix: str) -> str:
 
     UserError, naming the file, for one that cannot be read or does not match its digest.
     """
-    try:
-        text = path.read_bytes().decode()
-    except ValueError:
-        raise UserError(f"{path}: was altered (it is not text); {fix}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
-    first, _, rest = text.partition("\n")
+    first, _, rest = (text := _text(path, "was altered (it is not text)", fix)).partition("\n")
     if first.startswith("#") and text != stamped(rest):
         raise UserError(
             f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
@@ -97,12 +91,7 @@ def read_stamped(path: Path, fix: str) -> str:
 
 def accept_stamped(path: Path) -> None:
     """Stamp a file as it is now. UserError if it is not text."""
-    try:
-        first, _, rest = (text := path.read_bytes().decode()).partition("\n")
-    except ValueError:
-        raise UserError(f"{path}: cannot be read (not text); correct it") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); correct it") from None
+    first, _, rest = (text := _text(path, "cannot be read (not text)", "correct it")).partition("\n")
     replace_file(path, stamped(rest if first.startswith(_FIRST_LINE) else text).encode())
 
 
@@ -112,13 +101,21 @@ def accept(path: Path, **changed: Any) -> None:
     write_signed(path, {key: value for key, value in content.items() if key != DIGEST})
 
 
-def _read(path: Path, fix: str) -> dict[str, Any]:
+def _text(path: Path, no_text: str, fix: str) -> str:
     try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: cannot be read (not JSON); {fix}") from None
+        return path.read_bytes().decode()
+    except ValueError:
+        raise UserError(f"{path}: {no_text}; {fix}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+
+
+def _read(path: Path, fix: str) -> dict[str, Any]:
+    text = _text(path, "cannot be read (not JSON)", fix)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: cannot be read (not JSON); {fix}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: cannot be read (not a JSON object); {fix}")
     return content

@@ -17,7 +17,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from pathlib import Path
@@ -153,11 +153,6 @@ def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
         raise UserError(f"{checkpoint}: its model cannot be read ({reason}); use the version that saved it") from None
     assert isinstance(config, ModelConfig)
     return config
-
-
-def plain_model(model: ModelConfig) -> dict[str, Any]:
-    """Return a model's config as JSON values, for a checkpoint's meta."""
-    return json.loads(json.dumps(asdict(model), default=lambda choice: choice.value))
 
 
 def _units(config: ModelConfig, plain: torch.dtype, quantizer: Quantizer | None) -> Iterator[Unit]:

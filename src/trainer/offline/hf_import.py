@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from models import ModelConfig
+from models.config import plain_model
 from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
 from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
@@ -47,7 +48,6 @@ from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.files import check_new, new_folder
-from trainer.offline.hf_export import plain_model
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
 from trainer.offline.hf_tokenizer import FILES, TOKENIZER, copy_files
 from trainer.offline.row_reader import TILE, HfFolder, row_steps

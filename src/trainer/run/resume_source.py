@@ -1,7 +1,6 @@
 """The source of a run that does not start from nothing: its own checkpoint, if config and checkpoint agree on what may
 not change, or the weights of another run."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from models import DeepSeek
+from models.config import plain_model
 from precision import Plan
 from precision.errors import UserError
 from trainer.checkpoint import (
@@ -36,7 +36,7 @@ def identity(config: Config) -> dict:
     """Return the settings that must not change when a run resumes, and the recipe, which may."""
     t = config.trainer
     return {
-        "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
+        "model": plain_model(config.model),
         "trainer": {
             "seed": t.seed,
             "global_batch_size": t.global_batch_size,

@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from models.config import plain_model
 from models.hf import matrices
 from precision import GroupedLinear, Linear, refresh_weights
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
-from trainer.offline.hf_export import ExportFormat, export, plain_model
+from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import RunQuantizer
 from trainer.offline.row_reader import SavedTensors
 from trainer.step.engine import Engine

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from models import ModelConfig, RouterScoring, YarnConfig
+from models.config import plain_model
 from models.hf import shapes
 from trainer.checkpoint import ShardView, read
 from trainer.checkpoint.dcp import ShardSavePlanner
@@ -27,7 +28,7 @@ from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
 from trainer.launch.composition import compose
 from trainer.offline import row_reader
-from trainer.offline.hf_export import ExportFormat, export, plain_model
+from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
 from trainer.offline.hf_import import import_hf
 from trainer.offline.row_reader import SavedTensors
