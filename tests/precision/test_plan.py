@@ -102,7 +102,6 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
         ),
         (lambda c: setattr(c.scaling, "history", 0), r"precision\.scaling\.history=0"),
         (lambda c: setattr(c.scaling, "history", 10**9), r"precision\.scaling\.history=1000000000.*65536"),
-        (lambda c: setattr(c.table, "norm", Precision.fp8), r"precision\.table\.norm=fp8.*set it to fp32"),
         (lambda c: setattr(c.scaling, "max_jump", 1), r"precision\.scaling\.max_jump=1.*set 2 or more"),
         (lambda c: setattr(c.scaling, "margin", -1), r"precision\.scaling\.margin=-1"),
     ],
@@ -111,6 +110,14 @@ def test_mistakes_are_named(recipe: Recipe, change: Callable[[PrecisionConfig], 
     with pytest.raises(ValueError, match=message) as error:
         resolve(broken(recipe("fp8_delayed"), change))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [Precision.fp8, Precision.bf16])
+def test_a_norm_is_in_fp32_alone(value: Precision, recipe: Recipe) -> None:
+    config = recipe("fp8_delayed")
+    config.table.norm = value
+    with pytest.raises(ValueError, match=rf"precision\.table\.norm={value.value}.*set it to fp32"):
+        Plan(config, 3).tensor("norm", "norm")
 
 
 def test_scaling_that_does_not_exist_is_refused(recipe: Recipe) -> None:
