@@ -1,8 +1,9 @@
-"""Ranks of a test, over gloo: the cases of a world size one after the other, and gradients of all parts."""
+"""Ranks of a test, over gloo: joining them, the cases of a world size one after the other, gradients of all parts."""
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,16 @@ from trainer.parallel.shard_views import copies, local
 from trainer.step.engine import Engine
 
 Case = TypeVar("Case")
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The ranks that run a test's program, as one of them."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    yield World(torch.device("cpu"), rank, rank, size, size)
+    dist.destroy_process_group()
 
 
 def run_cases(cases: Mapping[int, Mapping[str, Case]], train: Callable[[str, Case, World], Any], out: Path) -> None:

@@ -5,7 +5,6 @@ Two ranks run this file as a program, over gloo.
 
 import json
 import math
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from ranks import joined
 from torch import Tensor
 
 from precision.errors import UserError
 from trainer.config import Config
 from trainer.config.timeline import Timeline
-from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 SHARED = runpy.run_path(str(Path(__file__).parent / "conftest.py"))  # the ranks have no pytest around them
@@ -120,18 +118,12 @@ def test_a_run_of_epochs_ends_with_them(config: Configs) -> None:
     assert trainer.step in steps
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     """Two ranks train to step 7, past the ramp."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-    world = World(torch.device("cpu"), rank, rank, 2, 2)
-    made = config_of([*SHARED["SMALL"], *RUN, *places, "precision=fp32", "precision.backend=reference", "parallel=fsdp",
-                      "run.name=moved", "trainer.max_steps=7"])  # fmt: skip
-    Trainer(made, [], world).train()
-    dist.destroy_process_group()
+    with joined() as world:
+        places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+        keys = ["precision=fp32", "precision.backend=reference", "run.name=moved", "trainer.max_steps=7"]
+        Trainer(config_of([*SHARED["SMALL"], *RUN, *places, *keys, "parallel=fsdp"]), [], world).train()
 
 
 def test_another_number_of_processes_takes_over_in_the_middle_of_it(
@@ -156,4 +148,4 @@ def test_another_number_of_processes_takes_over_in_the_middle_of_it(
 
 
 if __name__ == "__main__":
-    main(int(os.environ["RANK"]), Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

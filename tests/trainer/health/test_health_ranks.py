@@ -6,7 +6,6 @@ Two ranks run this file as a program, over gloo.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from unittest import mock
 import composed
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import joined
 from torch import Tensor
 
 from trainer.config import Config
@@ -94,22 +93,18 @@ def waiting(world: World) -> dict[str, float]:
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
-    mesh.LARGE = LARGE
-    world = World(CPU, rank, rank, RANKS, RANKS)
-    said: dict[str, dict[str, Any]] = {"waiting": waiting(world)}
-    for name, keys in CASES.items():
-        config = config_of(keys)
-        alone, _ = train(config, world, 0)
-        watched, said[name] = train(config, world, 1)
-        assert len(alone) == len(watched)
-        assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), name
-        assert len(set(map(json.dumps, world.gather(said[name])))) == 1, "all ranks say the same"
-    if rank == 0:
-        out.write_text(json.dumps(said))
-    dist.destroy_process_group()
+    with joined() as world:
+        mesh.LARGE = LARGE
+        said: dict[str, dict[str, Any]] = {"waiting": waiting(world)}
+        for name, keys in CASES.items():
+            config = config_of(keys)
+            alone, _ = train(config, world, 0)
+            watched, said[name] = train(config, world, 1)
+            assert len(alone) == len(watched)
+            assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), name
+            assert len(set(map(json.dumps, world.gather(said[name])))) == 1, "all ranks say the same"
+        if world.is_first:
+            out.write_text(json.dumps(said))
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,15 @@ Two ranks run this file as a program, over gloo.
 """
 
 import json
-import os
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from ranks import joined
 
 from trainer.config import Config
-from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
@@ -30,14 +28,9 @@ def keys(folder: Path, name: str) -> list[str]:
     return [*RUN, *places, f"run.name={name}"]
 
 
-def main(rank: int, folder: Path) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    world = World(torch.device("cpu"), rank, rank, RANKS, RANKS)
-    Trainer(config_of([*keys(folder, "two"), "parallel=fsdp"]), [], world).train()
-    dist.destroy_process_group()
+def main(folder: Path) -> None:
+    with joined() as world:
+        Trainer(config_of([*keys(folder, "two"), "parallel=fsdp"]), [], world).train()
 
 
 def losses(run: Path) -> list[dict[str, float]]:
@@ -60,4 +53,4 @@ def test_document_masks_on_two_ranks_equal_one(tmp_path: Path, start_ranks: Call
 
 
 if __name__ == "__main__":
-    main(int(os.environ["RANK"]), Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

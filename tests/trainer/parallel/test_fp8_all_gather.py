@@ -5,7 +5,6 @@ The ranks run this file as a program, over gloo: all cases of a world size one a
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from composed import config_of
+from ranks import joined
 from torch import Tensor
 
 from models import DeepSeek
@@ -99,18 +99,14 @@ def local_wire(layer: torch.nn.Module) -> str:
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    torch.distributed.init_process_group("gloo")
-    mesh.LARGE = LARGE
-    seen = {}
-    for name, keys in CASES[size].items():
-        ways = [[*keys, f"parallel.fp8_all_gather={way}"] for way in ("false", "true")]
-        seen[name] = [world.gather(train(way, world)) for way in ways]
-    if rank == 0:
-        out.write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+    with joined() as world:
+        mesh.LARGE = LARGE
+        seen = {}
+        for name, keys in CASES[world.size].items():
+            ways = [[*keys, f"parallel.fp8_all_gather={way}"] for way in ("false", "true")]
+            seen[name] = [world.gather(train(way, world)) for way in ways]
+        if world.is_first:
+            out.write_text(json.dumps(seen))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The ranks run this file as a program, over gloo, the kernels in Triton's interpr
 """
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from composed import config_of
+from ranks import joined
 
 import trainer.step.engine
 from precision.backends import cuda
@@ -52,33 +52,29 @@ def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    torch.distributed.init_process_group("gloo")
-    trainer.step.engine.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
-    made, transpose, cast = Counter[str](), cuda.transpose_weight, cuda.cast_weight
+    with joined() as world:
+        trainer.step.engine.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
+        made, transpose, cast = Counter[str](), cuda.transpose_weight, cuda.cast_weight
 
-    def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        made["transposed"] += 1
-        return transpose(data, out)
+        def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            made["transposed"] += 1
+            return transpose(data, out)
 
-    def count_experts(master: torch.Tensor, *args: Any, transposed: bool = True) -> Any:
-        made["experts"] += transposed and master.dim() == 3
-        return cast(master, *args, transposed=transposed)
+        def count_experts(master: torch.Tensor, *args: Any, transposed: bool = True) -> Any:
+            made["experts"] += transposed and master.dim() == 3
+            return cast(master, *args, transposed=transposed)
 
-    cuda.transpose_weight, cuda.cast_weight = count, count_experts
-    quantise = gather.Fp8GatherFormat._quantised
+        cuda.transpose_weight, cuda.cast_weight = count, count_experts
+        quantise = gather.Fp8GatherFormat._quantised
 
-    def count_part(self: gather.Fp8GatherFormat, shape: torch.Size) -> tuple[torch.Tensor, ...]:
-        made["quantised"] += 1
-        return quantise(self, shape)
+        def count_part(self: gather.Fp8GatherFormat, shape: torch.Size) -> tuple[torch.Tensor, ...]:
+            made["quantised"] += 1
+            return quantise(self, shape)
 
-    gather.Fp8GatherFormat._quantised = count_part
-    seen = {name: train(keys, world, made) for name, keys in CASES.items()}
-    if rank == 0:
-        out.write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+        gather.Fp8GatherFormat._quantised = count_part
+        seen = {name: train(keys, world, made) for name, keys in CASES.items()}
+        if world.is_first:
+            out.write_text(json.dumps(seen))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 import torch
 from composed import config_of
 from ports import free_port
+from ranks import joined
 
-from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 RUN = ["+recipe=fp8_delayed", "trainer.max_steps=5", "checkpoint.every=1", "run.resume=auto", "optim.lr=5e-4"]
@@ -26,23 +26,20 @@ COMPARED = ("step", "loss/", "optim/", "moe/", "fp8/", "act/")
 
 def main(last: int, *overrides: str) -> None:
     """A rank that kills itself before its `last` update; 0: it does not."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    trainer = Trainer(config_of(overrides), list(overrides), World(torch.device("cpu"), rank, rank, size, size))
-    optimizer, left = trainer.run.engine.optimizer, last
-    update = optimizer.step
+    with joined() as world:
+        trainer = Trainer(config_of(overrides), list(overrides), world)
+        optimizer, left = trainer.run.engine.optimizer, last
+        update = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(*args, **kwargs)
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(*args, **kwargs)
 
-    optimizer.step = step  # type: ignore[method-assign]
-    trainer.train()
-    torch.distributed.destroy_process_group()
+        optimizer.step = step  # type: ignore[method-assign]
+        trainer.train()
 
 
 def start(programs: Any, last: int, overrides: list[str]) -> list[int]:

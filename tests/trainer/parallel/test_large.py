@@ -4,7 +4,6 @@ The ranks run this file as a program, over gloo: each case once as it is, once w
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from composed import config_of
+from ranks import joined
 
 from trainer.launch.world import World
 from trainer.parallel import large, mesh
@@ -77,28 +77,24 @@ def is_large(weight: torch.Tensor) -> bool:
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    torch.distributed.init_process_group("gloo")
-    take, messages = large.LargeGradients._reduce, []
+    with joined() as world:
+        take, messages = large.LargeGradients._reduce, []
 
-    def count(self: large.LargeGradients, group: Any, shard: Any, whole: torch.Tensor) -> None:
-        take(self, group, shard, whole)
-        if whole.grad is None:
-            messages.append(shard)
+        def count(self: large.LargeGradients, group: Any, shard: Any, whole: torch.Tensor) -> None:
+            take(self, group, shard, whole)
+            if whole.grad is None:
+                messages.append(shard)
 
-    large.LargeGradients._reduce = count
-    seen = {}
-    for name, keys in CASES[size].items():
-        messages.clear()
-        mesh.LARGE = LARGE
-        ours = train(keys, world) | {"messages": len(messages)}
-        mesh.LARGE = 1 << 62
-        seen[name] = [world.gather(way) for way in (ours, train(keys, world))]
-    if rank == 0:
-        out.write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+        large.LargeGradients._reduce = count
+        seen = {}
+        for name, keys in CASES[world.size].items():
+            messages.clear()
+            mesh.LARGE = LARGE
+            ours = train(keys, world) | {"messages": len(messages)}
+            mesh.LARGE = 1 << 62
+            seen[name] = [world.gather(way) for way in (ours, train(keys, world))]
+        if world.is_first:
+            out.write_text(json.dumps(seen))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Two ranks run this file as a program, over gloo.
 """
 
 import json
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import joined
 
 from trainer.config import Config
-from trainer.launch.world import World
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -29,36 +28,32 @@ WINDOWS = range(16, 24)  # steps 5 and 6
 RANKS = 2
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     """Only rank 1's loss is spoilt: a spike in the first of two bad steps, not finite in the second one."""
-    import torch.distributed as dist
+    with joined() as world:
+        places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+        inject = "debug.inject={step: 1, steps: 99, where: loss, value: 1e6, windows: [16, 24]}"
+        trainer = Trainer(config_of([*RUN, *places, inject]), [], world)
+        parts, engine = trainer.run, trainer.run.engine
+        assert engine.injector is not None
+        spoilt, values = engine.injector.loss, iter([1e6, float("nan")])
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-    inject = "debug.inject={step: 1, steps: 99, where: loss, value: 1e6, windows: [16, 24]}"
-    trainer = Trainer(config_of([*RUN, *places, inject]), [], World(torch.device("cpu"), rank, rank, RANKS, RANKS))
-    parts, engine = trainer.run, trainer.run.engine
-    assert engine.injector is not None
-    spoilt, values = engine.injector.loss, iter([1e6, float("nan")])
+        def loss(loss: torch.Tensor) -> torch.Tensor:
+            return loss * next(values) if world.rank == 1 and spoilt(torch.ones(())) > 1 else loss
 
-    def loss(loss: torch.Tensor) -> torch.Tensor:
-        return loss * next(values) if rank == 1 and spoilt(torch.ones(())) > 1 else loss
-
-    engine.microbatch._run._spoil = loss  # type: ignore[attr-defined]
-    trainer.train()
-    state = [
-        parts.loader.state_dict(),
-        int(engine.guard.committed),
-        float(engine.optimizer.norms(torch.tensor(True))[0]),
-    ]
-    assert len(set(map(str, parts.world.gather(state)))) == 1, "the same on every rank"
-    assert parts.loader.state_dict()["left_out"] == [[WINDOWS.start, WINDOWS.stop]]
-    stopped = Trainer(config_of([*RUN, *places, "run.name=stopped", "recovery.rewind.max=0", inject]), [], parts.world)
-    with pytest.raises(TrainingStopped, match="2 steps in a row skipped"):
-        stopped.train()
-    (folder / f"stopped{rank}").touch()
-    dist.destroy_process_group()
+        engine.microbatch._run._spoil = loss  # type: ignore[attr-defined]
+        trainer.train()
+        state = [
+            parts.loader.state_dict(),
+            int(engine.guard.committed),
+            float(engine.optimizer.norms(torch.tensor(True))[0]),
+        ]
+        assert len(set(map(str, world.gather(state)))) == 1, "the same on every rank"
+        assert parts.loader.state_dict()["left_out"] == [[WINDOWS.start, WINDOWS.stop]]
+        stopped = Trainer(config_of([*RUN, *places, "run.name=stopped", "recovery.rewind.max=0", inject]), [], world)
+        with pytest.raises(TrainingStopped, match="2 steps in a row skipped"):
+            stopped.train()
+        (folder / f"stopped{world.rank}").touch()
 
 
 @pytest.fixture(scope="module")
@@ -88,4 +83,4 @@ def test_all_ranks_stop_if_a_rewind_does_not_help(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(os.environ["RANK"]), Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

@@ -5,7 +5,6 @@ The ranks run this file as a program, over gloo.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import composed
 import pytest
 import torch
+from ranks import joined
 
 from models.slots import OBSERVED
 from precision.errors import UserError
@@ -65,21 +65,15 @@ def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    import torch.distributed as dist
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    all_max([torch.zeros(())], world)
-    made = {name: train(name, keys, world) for name, keys in RUNS[size].items()}
-    with pytest.raises(UserError, match=r"parallel.dispatch=symmetric: .*; set parallel.dispatch=slots"):
-        build_engine(composed.config_of([*RUN, "parallel.dispatch=symmetric"]), world.device, world=world)
-    auto = build_engine(composed.config_of([*RUN, "parallel.dispatch=auto"]), world.device, world=world)
-    assert auto.model.slots is None, "CPUs do not write into each other's memory"
-    if rank == 0:
-        out.write_text(json.dumps(made))
-    dist.destroy_process_group()
+    with joined() as world:
+        all_max([torch.zeros(())], world)
+        made = {name: train(name, keys, world) for name, keys in RUNS[world.size].items()}
+        with pytest.raises(UserError, match=r"parallel.dispatch=symmetric: .*; set parallel.dispatch=slots"):
+            build_engine(composed.config_of([*RUN, "parallel.dispatch=symmetric"]), world.device, world=world)
+        auto = build_engine(composed.config_of([*RUN, "parallel.dispatch=auto"]), world.device, world=world)
+        assert auto.model.slots is None, "CPUs do not write into each other's memory"
+        if world.is_first:
+            out.write_text(json.dumps(made))
 
 
 @pytest.fixture(scope="module")

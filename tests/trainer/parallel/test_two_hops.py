@@ -12,6 +12,7 @@ from pathlib import Path
 import composed
 import pytest
 import torch
+from ranks import joined
 
 from models.two_hops import TwoHopDispatcher
 from precision.errors import UserError
@@ -42,32 +43,26 @@ def train(engine: Engine, world: World) -> list[float]:
 
 
 def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    import torch.distributed as dist
+    with joined() as world:
+        all_max([torch.zeros(())], world)
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    all_max([torch.zeros(())], world)
+        def build(*keys: str) -> Engine:
+            return build_engine(composed.config_of([*RUN, *keys]), world.device, world=world)
 
-    def build(*keys: str) -> Engine:
-        return build_engine(composed.config_of([*RUN, *keys]), world.device, world=world)
-
-    for nodes, ranks in (("0000", "4"), ("0001", "3, 1")):
-        os.environ["GROUP_RANK"] = nodes[rank]
-        with pytest.raises(UserError, match=rf"two_hops: parallel.expert=4 ranks .* \(here {ranks}\); set "):
-            build("parallel.dispatch=two_hops")
-    os.environ["GROUP_RANK"] = "0011"[rank]
-    made = {}
-    for name, keys in CASES.items():
-        for way in WAYS:
-            engine = build(*keys, f"parallel.dispatch={way}")
-            hops = [m.dispatcher for m in engine.model.modules() if hasattr(m, "dispatcher")]
-            assert hops and all(isinstance(each, TwoHopDispatcher) == (way == "two_hops") for each in hops)
-            made[f"{name} {way}"] = train(engine, world)
-    if rank == 0:
-        out.write_text(json.dumps(made))
-    dist.destroy_process_group()
+        for nodes, ranks in (("0000", "4"), ("0001", "3, 1")):
+            os.environ["GROUP_RANK"] = nodes[world.rank]
+            with pytest.raises(UserError, match=rf"two_hops: parallel.expert=4 ranks .* \(here {ranks}\); set "):
+                build("parallel.dispatch=two_hops")
+        os.environ["GROUP_RANK"] = "0011"[world.rank]
+        made = {}
+        for name, keys in CASES.items():
+            for way in WAYS:
+                engine = build(*keys, f"parallel.dispatch={way}")
+                hops = [m.dispatcher for m in engine.model.modules() if hasattr(m, "dispatcher")]
+                assert hops and all(isinstance(each, TwoHopDispatcher) == (way == "two_hops") for each in hops)
+                made[f"{name} {way}"] = train(engine, world)
+        if world.is_first:
+            out.write_text(json.dumps(made))
 
 
 @pytest.fixture(scope="module")

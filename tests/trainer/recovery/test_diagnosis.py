@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from composed import config_of
+from ranks import joined
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,26 +225,22 @@ def test_weights_that_have_moved_on_name_the_command(config: Configs) -> None:
 
 def main(keys: list[str], out: Path) -> None:
     """Two ranks, in the second step a sequence of the second one."""
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    config = config_of(keys)
-    run = Run(config, World(torch.device("cpu"), rank, rank, 2, 2))
-    run.step(1)
-    tokens = run.loader.next()
-    run.loader.cursor -= 4
-    poison(run.engine, tokens[3:4])
-    run.step(2)
-    (bad,) = run.report()
-    run.verdicts.clear()
-    run.step(3)
-    assert math.isfinite(float(run.engine.optimizer.norms(torch.tensor(True))[0])) and bool(run.verdicts[0][0].ok)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, [bad.what, bad.line(2)])
-    assert everyone[0] == everyone[1], "all ranks say the same"
-    if rank == 0:
-        out.write_text(json.dumps(everyone[0]))
-    dist.destroy_process_group()
+    with joined() as world:
+        config = config_of(keys)
+        run = Run(config, world)
+        run.step(1)
+        tokens = run.loader.next()
+        run.loader.cursor -= 4
+        poison(run.engine, tokens[3:4])
+        run.step(2)
+        (bad,) = run.report()
+        run.verdicts.clear()
+        run.step(3)
+        assert math.isfinite(float(run.engine.optimizer.norms(torch.tensor(True))[0])) and bool(run.verdicts[0][0].ok)
+        everyone = world.gather([bad.what, bad.line(2)])
+        assert everyone[0] == everyone[1], "all ranks say the same"
+        if world.is_first:
+            out.write_text(json.dumps(everyone[0]))
 
 
 def test_a_bad_step_names_its_rank(overrides: Small, start_ranks: Callable[..., None], tmp_path: Path) -> None:
