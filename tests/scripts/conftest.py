@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 from composed import config_of
+from small import SMALL_MODEL
 
 from trainer.trainer import Trainer
 
 SMALL = [
-    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
-    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
-    "model.moe_intermediate_size=32", "model.num_experts=4", "trainer.device=cpu", "trainer.global_batch_size=4",
-    "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2", "eval.batches=1", "eval.every=0",
-    "logging.every=1", "logging.console.enabled=false", "data=text", "data.validation_fraction=0.05", "health.every=0",
-    "checkpoint.keep=0",
-]  # fmt: skip
+    *SMALL_MODEL,
+    *("trainer.device=cpu", "trainer.global_batch_size=4", "trainer.microbatch_size=4", "trainer.sequence_length=24"),
+    *("optim.warmup_steps=2", "eval.batches=1", "eval.every=0", "logging.every=1", "logging.console.enabled=false"),
+    *("data=text", "data.validation_fraction=0.05", "health.every=0", "checkpoint.keep=0"),
+]
 
 
 class SmallRuns:

@@ -1,41 +1,13 @@
-"""A small run that trains in a second: real text, a model of every mechanism, any override."""
+"""A small run (`small.SMALL`) with any override."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from composed import config_of
+from small import SMALL, write_corpus
 
 from trainer.config import Config
-
-SMALL = [
-    "model.vocab_size=320",
-    "model.hidden_size=64",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.kv_lora_rank=32",
-    "model.qk_nope_head_dim=16",
-    "model.qk_rope_head_dim=16",
-    "model.v_head_dim=16",
-    "model.intermediate_size=96",
-    "model.moe_intermediate_size=32",
-    "model.num_experts=4",
-    "trainer.max_steps=6",
-    "trainer.global_batch_size=4",
-    "trainer.microbatch_size=2",
-    "trainer.sequence_length=24",
-    "trainer.device=cpu",
-    "optim.warmup_steps=2",
-    "eval.every=0",
-    "eval.batches=2",
-    "eval.at_end=8",
-    "logging.every=1",
-    "logging.console.enabled=false",
-    "checkpoint.every=0",
-    "health.dashboard=false",
-    "data=text",
-    "data.validation_fraction=0.05",
-]
 
 Small = Callable[..., list[str]]
 
@@ -43,11 +15,7 @@ Small = Callable[..., list[str]]
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text files."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(12):
-        words = " ".join(f"def f{i * j * 7919 % 65521}(x): return x + {j}\n" for j in range(60))
-        (folder / f"file{i}.txt").write_text(words)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"), factor=7919, names=65521)
 
 
 @pytest.fixture

@@ -5,14 +5,15 @@ Two ranks run this file as a program, over gloo.
 
 import json
 import math
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from composed import config_of
 from ranks import joined
+from small import SMALL, write_corpus
 from torch import Tensor
 
 from precision.errors import UserError
@@ -20,8 +21,6 @@ from trainer.config import Config
 from trainer.config.timeline import Timeline
 from trainer.trainer import Trainer
 
-SHARED = runpy.run_path(str(Path(__file__).parent / "conftest.py"))  # the ranks have no pytest around them
-config_of: Callable[[list[str]], Config] = SHARED["config_of"]
 Configs = Callable[..., Config]
 BITWISE = ("loss/", "optim/", "moe/", "fp8/", "tokens")
 PHASES = (  # steps 1 to 4 of 2 sequences, 5 and 6 of 4, 7 and 8 of 6; from 9 on 4 twice as long
@@ -123,19 +122,16 @@ def main(folder: Path) -> None:
     with joined() as world:
         places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
         keys = ["precision=fp32", "precision.backend=reference", "run.name=moved", "trainer.max_steps=7"]
-        Trainer(config_of([*SHARED["SMALL"], *RUN, *places, *keys, "parallel=fsdp"]), [], world).train()
+        Trainer(config_of([*SMALL, *RUN, *places, *keys, "parallel=fsdp"]), [], world).train()
 
 
 def test_another_number_of_processes_takes_over_in_the_middle_of_it(
     tmp_path: Path, start_ranks: Callable[..., None]
 ) -> None:
-    (tmp_path / "corpus").mkdir()
-    for i in range(12):
-        text = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120))
-        (tmp_path / "corpus" / f"file{i}.txt").write_text(text)
+    write_corpus(tmp_path / "corpus", 120)
     start_ranks(__file__, 2, tmp_path)
     places = [f"data.path={tmp_path / 'corpus'}", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path}"]
-    keys = [*SHARED["SMALL"], *RUN, *places, "precision=fp32", "precision.backend=reference"]
+    keys = [*SMALL, *RUN, *places, "precision=fp32", "precision.backend=reference"]
     moved = Trainer(config_of([*keys, "run.name=moved", "run.resume=auto"]))
     assert moved.step == 7
     assert seen(moved) == [(6, 25), *[(4, 49)] * 4]

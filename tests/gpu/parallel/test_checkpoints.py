@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from small import SMALL
 
 from trainer.checkpoint import Checkpointer, ShardView, read
 
 ROOT = Path(__file__).parents[3]
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cuda")
-SMALL: list[str] = runpy.run_path(str(ROOT / "tests" / "trainer" / "conftest.py"))["SMALL"]
 RUN = [key for key in SMALL if not key.startswith(("trainer.device", "trainer.microbatch"))]
 RUN += [f"trainer.device={DEVICE}", "trainer.microbatch_size=2", "compile.enabled=false", "precision=fp32"]
 RUN += ["optim.decay_fraction=0", "checkpoint.every=1", "run.name=a", "run.resume=auto"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import SMALL
 
 ROOT = Path(__file__).parents[3]
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cuda")
-SMALL: list[str] = runpy.run_path(str(ROOT / "tests" / "trainer" / "conftest.py"))["SMALL"]
 RUN = [key for key in SMALL if not key.startswith(("trainer.device", "trainer.microbatch", "trainer.max_steps"))]
 RUN += [f"trainer.device={DEVICE}", "trainer.microbatch_size=2", "trainer.max_steps=1000000", "compile.enabled=false"]
 RUN += ["parallel=fsdp", "run.name=a", "run.dir=runs", "logging.every=1"]

@@ -83,11 +83,9 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(ask_ranks: Callable[..., Any]) -> dict[str, Any]:
     """Losses by case and way; memory by case."""
-    out = tmp_path_factory.mktemp("ranks") / "curves.json"
-    start_ranks(__file__, 2, out)
-    return json.loads(out.read_text())
+    return ask_ranks(__file__, [2])[2]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

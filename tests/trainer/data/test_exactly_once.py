@@ -10,7 +10,6 @@ Real runs are this file as a program.
 import json
 import os
 import random
-import runpy
 import signal
 import sys
 import threading
@@ -22,14 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composed import config_of
 from ports import free_port
+from small import SMALL
 from torch import Tensor
 
 from trainer.data import Bins, Loader, Prepared
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
 S, BATCH, STEPS = 24, 4, 26
-RUN = [*SHARED["SMALL"], "precision=fp32", "trainer.microbatch_size=1", "checkpoint.every=3", "model.num_layers=1"]
+RUN = [*SMALL, "precision=fp32", "trainer.microbatch_size=1", "checkpoint.every=3", "model.num_layers=1"]
 RUN += ["model.num_mtp_layers=0", "model.vocab_size=257", "data.tokenizer_sample_mb=1", f"trainer.max_steps={STEPS}"]
 RUN += ["run.name=run", "run.resume=auto", "health.every=0", "logging.every=100", "recovery.max_consecutive_skips=0"]
 KILLED = -signal.SIGKILL
@@ -87,9 +87,7 @@ def main(folder: Path, attempt: str, last_step: int, microbatch: int, millisecon
         torch.distributed.init_process_group("gloo")
     share = ["parallel=fsdp"] if size > 1 else []
     places = [f"data.path={folder}/corpus", f"data.cache_dir={folder}/cache", f"run.dir={folder}/runs"]
-    trainer = Trainer(
-        SHARED["config_of"]([*RUN, *places, *share]), [], World(torch.device("cpu"), rank, rank, size, size)
-    )
+    trainer = Trainer(config_of([*RUN, *places, *share]), [], World(torch.device("cpu"), rank, rank, size, size))
     engine, run = trainer.run.engine, trainer.run.engine.microbatch
     log = (folder / f"seen-{attempt}-{rank}").open("w")
     log.write(f"{trainer.step}\n")

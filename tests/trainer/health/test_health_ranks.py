@@ -18,6 +18,7 @@ import composed
 import pytest
 import torch
 from ranks import joined
+from small import SMALL_MODEL
 from torch import Tensor
 
 from trainer.config import Config
@@ -36,9 +37,7 @@ RANKS, STEPS, BATCH = 2, 2, 4
 LARGE = 2**13  # numbers: stacks of experts, head and embedding travel by themselves
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", "trainer.sequence_length=24", "data=text"]
-RUN += ["model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "data.path=."]
-RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"]
-RUN += ["model.intermediate_size=96", "model.moe_intermediate_size=32", "model.num_experts=4"]
+RUN += [*SMALL_MODEL, "data.path=."]
 FSDP = ["parallel=fsdp"]
 CASES = {
     "delayed, experts spread": [
@@ -108,11 +107,9 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def said(ask_ranks: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     """What two ranks say in the last step, by case; that training did not notice, they have seen to."""
-    out = tmp_path_factory.mktemp("ranks") / "said.json"
-    start_ranks(__file__, RANKS, out)
-    return json.loads(out.read_text())
+    return ask_ranks(__file__, [RANKS])[RANKS]
 
 
 def test_the_rank_that_waits_for_its_data_is_named(said: dict[str, dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from composed import config_of
 from safetensors import safe_open
+from small import write_corpus
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
@@ -51,10 +52,7 @@ Script = Callable[..., tuple[int, str]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of three runs: fp32; fp8_block, which begins with its weights; fp8_delayed."""
     folder = tmp_path_factory.mktemp("hub")
-    (folder / "text").mkdir()
-    for i in range(12):
-        words = " ".join(f"def f{i * j * 7919 % 65521}(x): return x + {j}\n" for j in range(120))
-        (folder / "text" / f"file{i}.txt").write_text(words)
+    write_corpus(folder / "text", 120, factor=7919, names=65521)
     learned = [YARN, f"run.init_from={folder / 'fp32'}"]
     wanted = {
         "fp32": [YARN, "trainer.max_steps=8", "optim.lr=1e-2"],

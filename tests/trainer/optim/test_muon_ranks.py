@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_cases
+from small import SMALL_MODEL
 from torch import Tensor
 
 from models.matrices import Division
@@ -36,9 +37,7 @@ STEPS = 2
 RUN = ["trainer.device=cpu", "precision=fp32", "precision.backend=reference", f"trainer.max_steps={STEPS}"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=16", "data=text"]
 RUN += ["data.path=.", "optim.warmup_steps=0", "optim=muon_wsd", "optim.muon.iteration=fp32", "optim.lr=1e-2"]
-RUN += ["model.vocab_size=64", "model.hidden_size=48", "model.num_layers=2", "model.num_heads=6"]
-RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"]
-RUN += ["model.intermediate_size=96", "model.moe_intermediate_size=32", "model.num_experts=4"]
+RUN += [*SMALL_MODEL, "model.vocab_size=64", "model.hidden_size=48", "model.num_heads=6"]
 RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in each step
 FSDP, HSDP, DDP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=hsdp", "parallel.shard=1")
 BF16 = "optim.muon.iteration=bf16"

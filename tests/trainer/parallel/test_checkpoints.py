@@ -8,19 +8,19 @@ import json
 import os
 import re
 import resource
-import runpy
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composed import config_of
+from small import SMALL, write_corpus
 
 from trainer.checkpoint import (
     Checkpointer,
@@ -32,7 +32,6 @@ from trainer.checkpoint import (
     saved_shapes,
 )
 from trainer.checkpoint.state_tree import split
-from trainer.config import Config
 from trainer.launch.world import World
 from trainer.trainer import Trainer
 
@@ -42,9 +41,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are killed"),
 ]
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
-SMALL: list[str] = SHARED["SMALL"]
-config_of: Callable[[list[str]], Config] = SHARED["config_of"]
 RANKS = 4
 FSDP, HSDP = "parallel=fsdp", ("parallel=hsdp", "parallel.shard=2")
 RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.microbatch_size=1", "optim.decay_fraction=0"]
@@ -252,10 +248,7 @@ def main(rank: int, folder: Path) -> None:
 def played(tmp_path_factory: pytest.TempPathFactory, programs: Any) -> Path:
     """The folder in which all scenes have been played."""
     folder = tmp_path_factory.mktemp("scenes")
-    (folder / "corpus").mkdir()
-    for i in range(12):
-        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(60))
-        (folder / "corpus" / f"file{i}.txt").write_text(words)
+    write_corpus(folder / "corpus")
     ranks = [programs.start(__file__, rank, folder) for rank in range(RANKS)]
     try:
         errors = [rank.communicate(timeout=300)[1] for rank in ranks]

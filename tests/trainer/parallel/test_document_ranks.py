@@ -4,20 +4,17 @@ Two ranks run this file as a program, over gloo.
 """
 
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from composed import config_of
 from ranks import joined
+from small import SMALL
 
-from trainer.config import Config
 from trainer.trainer import Trainer
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
-SMALL: list[str] = SHARED["SMALL"]
-config_of: Callable[[list[str]], Config] = SHARED["config_of"]
 RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.document_masking=true", "health.every=0"]
 RUN += ["model.num_mtp_layers=2", "trainer.max_steps=3", "recompute=full"]
 RANKS = 2

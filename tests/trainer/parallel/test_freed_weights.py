@@ -78,11 +78,9 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+def seen(ask_ranks: Callable[..., Any]) -> dict[str, dict[str, float]]:
     """What each case came to."""
-    out = tmp_path_factory.mktemp("ranks") / "seen.json"
-    start_ranks(__file__, 2, out)
-    return json.loads(out.read_text())
+    return ask_ranks(__file__, [2])[2]
 
 
 @pytest.mark.parametrize(("where", "stay"), [("", 0), (", experts spread", STACKS)])

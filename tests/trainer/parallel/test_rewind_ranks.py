@@ -4,22 +4,19 @@ Two ranks run this file as a program, over gloo.
 """
 
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from composed import config_of
 from ranks import joined
+from small import SMALL, write_corpus
 
-from trainer.config import Config
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
-SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
-SMALL: list[str] = SHARED["SMALL"]
-config_of: Callable[[list[str]], Config] = SHARED["config_of"]
 RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.microbatch_size=2", "parallel=fsdp"]
 RUN += ["run.name=run", "trainer.max_steps=9", "checkpoint.every=2", "recovery.max_consecutive_skips=1"]
 RUN += ["recovery.spikes.enabled=true", "recovery.spikes.window=4", "recovery.spikes.min_steps=2", "health.every=0"]
@@ -60,10 +57,7 @@ def main(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., None]) -> Path:
     """What two ranks left."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "corpus").mkdir()
-    for i in range(12):
-        text = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120))
-        (folder / "corpus" / f"file{i}.txt").write_text(text)
+    write_corpus(folder / "corpus", 120)
     start_ranks(__file__, RANKS, folder)
     return folder
 
