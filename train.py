@@ -24,14 +24,9 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.config import load
     from trainer.config.paths import kept_tree
 
-    configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
-    from trainer.forecast.dry_run import report
-    from trainer.forecast.fits import check_memory
-    from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, cut_line, with_fitting_microbatch
+    configs = [load(job.tree) for job in jobs]
+    from trainer.forecast.check_values import check_values, cut_line, with_fitting_microbatch
     from trainer.parallel.mesh import Degrees, resolve
-    from trainer.run.location import check_place, check_writable
-    from trainer.run.resume_source import check_origin
 
     remarks = []
     for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
@@ -40,6 +35,14 @@ def run(rank_group: "RankGroup") -> None:
         )
         own = None if job.settings is None else job.settings.line(kept_tree(configs[i]))
         remarks.append("\n".join(line for line in (own, cut_line(config, configs[i])) if line))
+        check_values(configs[i])  # before torch is imported: a mistake is reported at once
+    from trainer.forecast.dry_run import report
+    from trainer.forecast.fits import check_memory
+    from trainer.forecast.gpus import target
+    from trainer.forecast.preflight import check
+    from trainer.run.location import check_place, check_writable
+    from trainer.run.resume_source import check_origin
+
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:

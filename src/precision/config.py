@@ -7,6 +7,10 @@ as soon as the model needs it. `plan.py` resolves this into one row per GEMM.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from precision.errors import UserError
+
+LONGEST_HISTORY = 65536  # steps; 64 times Transformer Engine's own
+
 
 class Precision(Enum):
     """Format that an op computes in. `fp8` is scaled by `precision.scaling`, which also sets its forward and backward
@@ -230,3 +234,33 @@ class PrecisionConfig:
     """Loss scaling, if the table puts anything in FP16."""
     rules: Rules = field(default_factory=Rules)
     """Exceptions to the table."""
+
+
+def check_scaling(scaling: ScalingConfig) -> None:
+    """Raise a UserError, with key, value and fix, for scaling that does not exist."""
+    where = "precision.scaling"
+    if scaling.method is Method.delayed and scaling.granularity is not Granularity.tensor:
+        raise UserError(
+            f"{where}.granularity={scaling.granularity.value} with method=delayed: a history is kept per tensor only; "
+            f"set {where}.granularity=tensor or {where}.method=current"
+        )
+    if scaling.granularity is Granularity.row and not scaling.power_of_two:
+        raise UserError(
+            f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
+            f"which is exact for powers of two only; set {where}.power_of_two=true"
+        )
+    if not 1 <= scaling.history <= LONGEST_HISTORY:
+        raise UserError(
+            f"{where}.history={scaling.history}: delayed scaling looks back at least one step, and saves an amax a "
+            f"tensor of each; set 1 to {LONGEST_HISTORY}"
+        )
+    if not scaling.max_jump >= 2:
+        raise UserError(
+            f"{where}.max_jump={scaling.max_jump:g}: scales could not follow a tensor that grows; set 2 or more"
+        )
+    if not 0 <= scaling.margin <= 8:
+        raise UserError(f"{where}.margin={scaling.margin}: out of range (powers of two of headroom); set 0 to 8")
+    if scaling.forward is not Fp8Format.e4m3:
+        raise UserError(
+            f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3"
+        )

@@ -26,12 +26,11 @@ from precision.amax_probe import AmaxProbe
 from precision.backends.availability import te_scaling
 from precision.config import (
     Accumulation,
-    Fp8Format,
     Granularity,
     Method,
     Precision,
     PrecisionConfig,
-    ScalingConfig,
+    check_scaling,
 )
 from precision.errors import UserError
 from precision.formats import BF16, BY_NAME, E5M2, FP16, FP32, Format, static_scale
@@ -54,7 +53,6 @@ UNBOUNDED = (
     "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
 )
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: its sums of 128 products must be in FP32"
-LONGEST_HISTORY = 65536  # steps; 64 times Transformer Engine's own
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
 
 
@@ -83,7 +81,7 @@ class Plan:
         tokens: int | None = None,
         saved: Mapping[str, Any] | None = None,
     ):
-        _check_scaling(config.scaling)
+        check_scaling(config.scaling)
         self._resolver = Resolver(config, gpu, tokens, saved)
         self.config, self.num_layers = config, num_layers
         self.gemms: dict[str, GemmRow] = {}
@@ -366,32 +364,3 @@ def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
         text = f"match: {exception.match}"
         rules.append(_Rule(text, pattern, precision, fp8_only=False, accumulation=exception.accumulation))
     return rules
-
-
-def _check_scaling(scaling: ScalingConfig) -> None:
-    where = "precision.scaling"
-    if scaling.method is Method.delayed and scaling.granularity is not Granularity.tensor:
-        raise UserError(
-            f"{where}.granularity={scaling.granularity.value} with method=delayed: a history is kept per tensor only; "
-            f"set {where}.granularity=tensor or {where}.method=current"
-        )
-    if scaling.granularity is Granularity.row and not scaling.power_of_two:
-        raise UserError(
-            f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
-            f"which is exact for powers of two only; set {where}.power_of_two=true"
-        )
-    if not 1 <= scaling.history <= LONGEST_HISTORY:
-        raise UserError(
-            f"{where}.history={scaling.history}: delayed scaling looks back at least one step, and saves an amax a "
-            f"tensor of each; set 1 to {LONGEST_HISTORY}"
-        )
-    if not scaling.max_jump >= 2:
-        raise UserError(
-            f"{where}.max_jump={scaling.max_jump:g}: scales could not follow a tensor that grows; set 2 or more"
-        )
-    if not 0 <= scaling.margin <= 8:
-        raise UserError(f"{where}.margin={scaling.margin}: out of range (powers of two of headroom); set 0 to 8")
-    if scaling.forward is not Fp8Format.e4m3:
-        raise UserError(
-            f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3"
-        )

@@ -1,7 +1,8 @@
 """The dataclasses of a config: name, type and meaning of each key, one docstring line under each field.
 
 They hold no values: those are in `configs/*.yaml`, so that there is one place to read and change them. The sections
-`model` and `precision` belong to the packages that use them. Checks across keys are in `trainer.forecast.preflight`.
+`model` and `precision` belong to the packages that use them. Checks across keys are in
+`trainer.forecast.check_values` and `preflight`.
 """
 
 from dataclasses import dataclass, field

@@ -6,13 +6,14 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Device, OptimizerName, ParallelConfig
 from trainer.config.timeline import at_peak_memory, each_shape
+from trainer.forecast.check_values import in_phase, with_fitting_microbatch
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.header import time_line
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.muon import muon_load, muon_size
-from trainer.forecast.preflight import check_fsdp_policy, in_phase, with_fitting_microbatch, without_effect
+from trainer.forecast.preflight import check_fsdp_policy, without_effect
 from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.stages import stages_line
 from trainer.forecast.unusual import unusual

@@ -16,10 +16,10 @@ from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, Recompute
+from trainer.forecast.check_values import check_sizes
 from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
-from trainer.forecast.preflight import check_sizes
 from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import EAGER, in_a_v, stages_line
 from trainer.parallel.mesh import Degrees

@@ -35,7 +35,7 @@ from trainer.config import RECIPE, Config, load
 from trainer.config_diff import configs_before, read_yaml
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id, file_hash
-from trainer.forecast.preflight import check_sizes
+from trainer.forecast.check_values import check_sizes
 from trainer.launch.device import pick_device, tune_host
 from trainer.offline.row_reader import SavedTensors
 from trainer.run.location import CHECKPOINTS, CONFIG

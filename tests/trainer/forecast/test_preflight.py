@@ -12,11 +12,12 @@ from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
+from trainer.forecast.check_values import with_fitting_microbatch
 from trainer.forecast.dry_run import report
 from trainer.forecast.fits import out_of_memory_message
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
-from trainer.forecast.preflight import check, with_fitting_microbatch, without_effect
+from trainer.forecast.preflight import check, without_effect
 from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer

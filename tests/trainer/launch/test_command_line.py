@@ -313,9 +313,14 @@ def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
         ),
         (["--cfg", "job", "+recipe=fp8_jit"], 0, ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
         (["optim.lrr=1"], 2, ["octet: error: optim.lrr=1: there is no such key; did you mean optim.lr?"]),
+        (["optim.lr=-1"], 2, ["octet: error: optim.lr=-1.0: out of range"]),
+        (["trainer.microbatch_size=3"], 2, ["octet: error: trainer.microbatch_size=3: it does not divide"]),
+        (["parallel.tensor=2"], 2, ["octet: error: parallel.tensor=2: it does not divide the 1 processes"]),
+        (["model.num_experts=1"], 2, ["octet: error: model.num_experts_per_token=2: there are 1 experts"]),
+        (["+recipe=fp8_jit", "precision.scaling.margin=9"], 2, ["octet: error: precision.scaling.margin=9"]),
     ],
 )
-def test_help_cfg_and_a_mistyped_key_are_quick_they_import_no_torch(
+def test_help_cfg_and_mistakes_are_quick_they_import_no_torch(
     arguments: list[str], code: int, says: list[str], tmp_path: Path
 ):
     program = "import runpy, sys; sys.argv = sys.argv[1:]\n"

@@ -1,0 +1,183 @@
+"""Checks of values that need neither model nor torch, whose import takes two seconds: a mistake is reported at once."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from precision.config import check_scaling
+from precision.errors import UserError, refuse
+from trainer.config import Config, RunConfig
+from trainer.config.data import check_data
+from trainer.config.health import check_alerts
+from trainer.config.recovery import RecoveryConfig
+from trainer.config.timeline import Segment, Timeline, each_shape, last_step
+from trainer.forecast.schedule import check_phases
+from trainer.parallel.mesh import Degrees
+
+
+def check_values(config: Config) -> None:
+    """Raise UserError, naming key, value and fix, for values that no machine could train with."""
+    _check_run(config.run)
+    check_sizes(config)
+    check_phases(config)
+    for segment, shape in each_shape(config):
+        with in_phase(config, segment):
+            check_sizes(shape)
+            _check_batch(shape)
+    _check_recovery(config.recovery)
+    _check_debug(config)
+    _check_profile(config)
+    check_data(config.data, config.model.vocab_size)
+    check_alerts(config.health.alerts)
+    config.model.validate()
+    check_scaling(config.precision.scaling)
+
+
+@contextmanager
+def in_phase(config: Config, segment: Segment) -> Iterator[None]:
+    """Name the phase in errors about a shape that it brings."""
+    try:
+        yield
+    except UserError as error:
+        if not config.trainer.phases:
+            raise
+        raise UserError(f"trainer.phases, from step {segment.first} on: {error}") from None
+
+
+def _check_run(run: RunConfig) -> None:
+    for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
+        if path == "":  # an unset shell variable; Path reads it as the current folder
+            refuse(f"run.{key}", "''", "no folder", fix)
+    if run.dir.partition("/")[0] == "~":
+        refuse("run.dir", run.dir, "~ is not expanded after =", "write $HOME")
+
+
+def check_sizes(config: Config) -> None:
+    """Raise UserError for impossible numbers, and for sequences that the model cannot take."""
+    t, o, m = config.trainer, config.optim, config.model
+    for key, value in {
+        "trainer.max_steps": 1 if t.max_steps is None else t.max_steps,
+        "trainer.global_batch_size": t.global_batch_size,
+        "trainer.microbatch_size": t.microbatch_size,
+        "trainer.sequence_length": t.sequence_length,
+    }.items():
+        if value < 1:
+            refuse(key, value, "out of range", "set 1 or more")
+    for key, value in {
+        "trainer.seed": t.seed,
+        "eval.sample": config.eval.sample,
+        "checkpoint.keep": config.checkpoint.keep,
+        "optim.weight_decay": o.weight_decay,
+    }.items():
+        if not 0 <= value < math.inf:
+            refuse(key, value, "out of range", "set 0 or more")
+    if config.logging.every == 0:
+        refuse("logging.every", 0, "out of range", "set 1 or more")
+    for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
+        if not 0 < value < math.inf:
+            refuse(key, value, "out of range", "set a number above 0")
+    if not 1 <= config.parallel.dispatch_capacity < math.inf:
+        why = "it is a multiple of the tokens of even routing"
+        refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
+    if not 1 <= config.parallel.timeout < math.inf:
+        refuse("parallel.timeout", config.parallel.timeout, "out of range", "set seconds, 1 or more")
+    if o.clip is not None and not 0 < o.clip < math.inf:
+        refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
+    for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
+        if not 0 <= value <= 1:
+            refuse(key, value, "it is a share", "set 0 to 1")
+    if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
+        refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
+    for key, value in {"eval.batches": config.eval.batches, "eval.at_end": config.eval.at_end}.items():
+        if value is not None and value < 1:
+            refuse(key, value, "out of range", "set 1 or more, or null for every window")
+    if t.sequence_length > m.max_position_embeddings:
+        why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
+        refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
+    if t.sequence_length <= m.num_mtp_layers:
+        why = f"model.num_mtp_layers={m.num_mtp_layers} predicts that many tokens further"
+        refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+
+
+def _check_batch(config: Config) -> None:
+    t = config.trainer
+    if t.global_batch_size % t.microbatch_size:
+        most = min(t.microbatch_size, t.global_batch_size)
+        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
+        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
+        refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
+
+
+def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:
+    """Return the config with a microbatch no larger than a rank's share of the batch. Evaluations then take more
+    microbatches for the same windows."""
+    t, e = config.trainer, config.eval
+    share, rest = divmod(t.global_batch_size, degrees.data)
+    if rest or t.microbatch_size <= share or share < 1:  # check_sizes refuses a batch of none
+        return config
+    batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
+    return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
+
+
+def cut_line(given: Config, config: Config) -> str | None:
+    """What `with_fitting_microbatch` has changed, for the user."""
+    was, now = given.trainer.microbatch_size, config.trainer.microbatch_size
+    return (
+        None
+        if was == now
+        else f"trainer.microbatch_size={was}: a rank's share of the batch is {now}; it computes {now} at a time"
+    )
+
+
+def _check_debug(config: Config) -> None:
+    inject = config.debug.inject
+    if inject is None:
+        return
+    last = Timeline(config.trainer).steps
+    if not 1 <= inject.step <= last:
+        fix = f"set 1 to {last_step(config)}"
+        refuse("debug.inject.step", inject.step, "there is no such step", fix)
+    if abs(inject.value) <= 1:
+        why = "it would do nothing"
+        refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
+    if inject.steps < 1:
+        refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
+    if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
+        refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
+
+
+def _check_recovery(r: RecoveryConfig) -> None:
+    s, w = r.spikes, r.rewind
+    for key, value in {
+        "max_consecutive_skips": r.max_consecutive_skips,
+        "rewind.max": w.max,
+        "rewind.margin": w.margin,
+    }.items():
+        if value < 0:
+            refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
+    if s.window < 2:
+        refuse(
+            "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"
+        )
+    if not 2 <= s.min_steps <= s.window:
+        why = f"it is a part of recovery.spikes.window={s.window}"
+        refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
+    if not 0 < s.threshold < math.inf:
+        refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
+    if not 0 < w.lr_factor <= 1:
+        why = "a rewind may lower the learning rate, not raise it"
+        refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
+    if w.lr_steps < (0 if w.lr_factor == 1 else 1):
+        refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
+
+
+def _check_profile(config: Config) -> None:
+    steps, last = config.profile.steps, Timeline(config.trainer).steps
+    if steps is None:
+        return
+    if len(steps) != 2:
+        refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
+    if not 1 <= steps[0] <= steps[1] <= last:
+        why = "no such window of steps"
+        refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to {last_step(config)}")
