@@ -59,7 +59,7 @@ def run() -> None:
         why = f"no step with kurtosis that {arguments.run} has too"
         raise UserError(f"{arguments.twin}: {why}; log both at equal steps")
     for name, step in signs.items():
-        print(f"{name:<18} {verdict(step, end)}")
+        print(f"{name:<20} {verdict(step, end)}")
 
 
 def verdict(step: int | str | None, end: int | None) -> str:

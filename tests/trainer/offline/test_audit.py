@@ -81,7 +81,7 @@ def run(name: str, change: Change | None = None, exceptions: list[RulesException
     return watch(name, change, exceptions).findings
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block", "fp8_full"])
 def test_every_row_is_what_happens(name: str) -> None:
     findings = run(name)
     assert len(findings) > 40
@@ -121,6 +121,18 @@ def test_sums_in_bf16_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ReferenceBackend, "forward", sloppy)
     assert "lm_head" in wrong_rows("bf16", lambda model: None)
+
+
+def test_each_product_of_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = [finding for finding in run("fp8_full") if " = " in finding.name]
+    assert len(products) == 3 * 7 and all(finding.agrees for finding in products)
+
+    def uncast(p: torch.Tensor, scale: float) -> torch.Tensor:
+        return p
+
+    monkeypatch.setattr("precision.fp8_attention._quantize_probabilities", uncast)
+    wrong = {finding.name.partition(".core ")[2] for finding in run("fp8_full") if not finding.agrees}
+    assert wrong == {"O = P v forward", "dV = P^T dO backward"}
 
 
 def test_a_norm_in_bf16_is_noticed() -> None:

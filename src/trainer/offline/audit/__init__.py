@@ -7,6 +7,7 @@ It does not ask the plan for its intentions. It observes:
                       its weight)
     accumulation.py   how each of these GEMMs adds up: on a GPU by coherent operands that the same kernel multiplies,
                       elsewhere by a sample of rows that is multiplied again in float64
+    core.py           the products of attention in FP8, multiplied again in float64
     operations.py     everything else below autograd, as PyTorch dispatches it inside the module of that name: the
                       statistics of a norm, the attention kernel and its softmax, scores, tokens to the experts and back
     steps.py          the steps, and parameters, gradients, moments and the optimizer's arithmetic after them

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import DeepSeek
+from precision import ScalingArena
 from precision.formats import read_back
+from trainer.offline.audit.core import BACKWARD, FORWARD, CoreRecorder
 from trainer.offline.audit.findings import Observations
 from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
 
@@ -27,9 +29,10 @@ FUSED = {
 class Operations(TorchDispatchMode):
     """Records the operations dispatched inside modules, by module name."""
 
-    def __init__(self, model: DeepSeek, gemms: GemmRecorder, seen: Observations):
+    def __init__(self, model: DeepSeek, gemms: GemmRecorder, arena: ScalingArena, seen: Observations):
         super().__init__()
         self._gemms, self._seen, self._inside = gemms, seen, [""]
+        self._core = CoreRecorder(arena, seen)
         self._hooks = []
         self._width = model.embed.weight.shape[1:]
         for name, module in model.named_modules():
@@ -58,10 +61,13 @@ class Operations(TorchDispatchMode):
             self._seen.note(f"{inside}.core", args[0].dtype)
             if op in FUSED:
                 self._note_softmax(f"{inside}.core", args, kwargs or {}, out[1], FUSED[op], op)
-        elif op == "fp8_attention":
+        elif op == FORWARD:
             self._seen.note(inside, args[0].dtype)
+            self._core.forward(inside, args, out[0])
             q, k = (read_back(data, inv) for data, inv in (args[0:2], args[2:4]))
             self._note_softmax(inside, (q, k), {"scale": args[7]}, out[1], 1.0, op)
+        elif op == BACKWARD:
+            self._core.backward(args, out)
         elif inside.endswith(".moe.gate") and op in ("sigmoid", "_softmax"):
             self._seen.note(inside + SCORES, out.dtype)
         elif inside.endswith(EXPERTS) and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales

@@ -11,6 +11,7 @@ from torch import Tensor
 from models import DeepSeek
 from precision import GemmRow, Plan, ScalingArena, begin_step
 from trainer.offline.audit.accumulation import SHORTEST, Probe, probe
+from trainer.offline.audit.core import row_of
 from trainer.offline.audit.findings import NOTHING, Finding, Observations
 from trainer.offline.audit.gemms import CUDA, REFERENCE, GemmRecorder, recorded
 from trainer.offline.audit.operations import SCORES, SOFTMAX, STATISTICS, Operations
@@ -55,7 +56,7 @@ def audit(
         begin_step(model, arena)
         seen = Observations()
         gemms = GemmRecorder(model, arena, seen)
-        operations = Operations(model, gemms, seen)
+        operations = Operations(model, gemms, arena, seen)
         factor = loss_factor(model, 1, loss_scale)
         with recorded(gemms, ours), operations:
             total = model(batch.to(device)).total
@@ -81,6 +82,10 @@ def audit(
         seen.note(f"{name}/sums", probed.word)
     found = [Finding(name, _planned(row), _seen_at(seen, name)) for name, row in plan.gemms.items()]
     found += [Finding(name, row.format.name, seen.at(name)) for name, row in plan.tensors.items()]
+    for core in plan.cores.values():
+        for product, left, right, in_pass in core.products if core.recipe.is_fp8 else ():
+            row = row_of(core.name, product, in_pass)
+            found.append(Finding(row, f"{left} x {right}", seen.at(row)))
     beside = [row for row in seen.rows() if row.endswith((SCORES, SOFTMAX, STATISTICS))]
     found += [Finding(row, "fp32", seen.at(row)) for row in beside]
     found += [Finding(row, "fp32", arithmetic.at(row)) for row in arithmetic.rows()]
