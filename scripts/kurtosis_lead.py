@@ -47,7 +47,7 @@ def run() -> None:
         raise UserError(f"{given}: give a ratio above 1 and 1 or more lines")
     ours, theirs = series(arguments.run), series(arguments.twin)
     end = divergence(ours)
-    print(f"divergence         {'none' if end is None else f'step {end}'}")
+    print(f"divergence           {'none' if end is None else f'step {end}'}")
     spike = norm_spike(ours.get("optim/grad_norm", {}))
     power = next((e["step"] for e in entries(arguments.run, EVENTS) if e.get("rule") == "kurtosis_power"), None)
     signs: dict[str, int | str | None] = {"gradient norm": spike, "kurtosis_power": power}

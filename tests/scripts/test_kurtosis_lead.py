@@ -34,19 +34,22 @@ def test_steps_of_warning(tmp_path: Path, run_python: Run, dead: float | None) -
     fp8 = write(tmp_path / "fp8", lambda step: 4.0 if step < 2000 else 9.0, lambda step: 3 if step < 4000 else dead)
     said = lead(run_python, fp8, "--twin", twin).splitlines()
     assert said[:3] == [
-        "divergence         step 4000",
-        "gradient norm      step 3500: 500 steps before",
-        "kurtosis_power     step 2600: 1400 steps before",
+        "divergence           step 4000",
+        "gradient norm        step 3500: 500 steps before",
+        "kurtosis_power       step 2600: 1400 steps before",
     ]
-    assert "twin qkv           step 2100: 1900 steps before" in said, "three lines in a row"
-    assert "twin qkv_sequence  step 2100: 1900 steps before" in said and "twin ffn           not logged in both" in said
+    assert "twin qkv             step 2100: 1900 steps before" in said, "three lines in a row"
+    assert (
+        "twin qkv_sequence    step 2100: 1900 steps before" in said
+        and "twin ffn             not logged in both" in said
+    )
 
 
 def test_a_run_that_lived_had_a_false_alarm(tmp_path: Path, run_python: Run) -> None:
     twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
     back = write(tmp_path / "fp8", lambda step: 9.0, lambda step: 3 if step != 4000 else 4)  # back within 500 steps
     said = lead(run_python, back, "--twin", twin)
-    assert "divergence         none" in said and "twin qkv           step 150: a false alarm" in said
+    assert "divergence           none" in said and "twin qkv             step 150: a false alarm" in said
 
 
 def test_mistakes_are_refused(tmp_path: Path, run_python: Run) -> None:
