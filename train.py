@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.launch.liveness.rank_group import RankGroup
-    from trainer.run.own_settings import OwnSettings
+    from trainer.launch.saved_config import OwnSettings
 
 
 def run(rank_group: "RankGroup") -> None:

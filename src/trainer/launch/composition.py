@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.config_diff import is_secret
 from trainer.launch.command_line import OK, REFUSED
 from trainer.launch.launcher import Launch, user_error
-from trainer.launch.saved_base import forced, register, run_section
+from trainer.launch.saved_config import OwnSettings, forced, register, run_section
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,17 +31,7 @@ FROM_RUN = "--from-run"
 HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
 
 
-class Settings(Protocol):
-    """The config of a run that the command line changes: `trainer.run.own_settings.OwnSettings`."""
-
-    @property
-    def tree(self) -> dict[str, Any]: ...
-    @property
-    def source(self) -> str: ...
-    def line(self, config: Mapping[str, Any]) -> str: ...
-
-
-Own = Callable[[Mapping[str, Any], bool, str | None], Settings | None]
+Own = Callable[[Mapping[str, Any], bool, str | None], OwnSettings | None]
 """`trainer.run.own_settings.own_settings`, which knows run folders."""
 
 
@@ -52,7 +42,7 @@ class Job:
 
     tree: "DictConfig"
     overrides: list[str]
-    settings: Settings | None = None
+    settings: OwnSettings | None = None
     folders: tuple[str, ...] = ()
 
 
@@ -76,7 +66,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
             _check_recipes(configs, argument, value)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
 
-    def settings(overrides: list[str], **more: Any) -> Settings | None:
+    def settings(overrides: list[str], **more: Any) -> OwnSettings | None:
         run = run_section(configs, name, overrides) | more
         is_of_a_run = own is not None and (from_run or run.get("name") is not None or run.get("resume") is not None)
         return own(run, launch.attempt > 0, from_run) if is_of_a_run and own is not None else None
@@ -141,7 +131,7 @@ def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
     return rest, run
 
 
-def _composed(configs: Path, name: str, arguments: list[str], base: Settings | None) -> tuple[list[Job], bool]:
+def _composed(configs: Path, name: str, arguments: list[str], base: OwnSettings | None) -> tuple[list[Job], bool]:
     """Return the runs that Hydra composes, and whether they are a sweep. Of a sweep Hydra writes a config: into a
     temporary folder."""
     import hydra
@@ -174,7 +164,7 @@ def _composed(configs: Path, name: str, arguments: list[str], base: Settings | N
 
 
 def _compose_one(
-    configs: Path, name: str, arguments: list[str], base: Settings | None = None, folders: tuple[str, ...] = ()
+    configs: Path, name: str, arguments: list[str], base: OwnSettings | None = None, folders: tuple[str, ...] = ()
 ) -> Job:
     """Return what hydra.main composes for one run. hydra.main composes twice, first for `hydra.mode`: 0.2 s more."""
     import hydra

@@ -3,7 +3,7 @@
 import re
 
 from trainer.config_diff import printable
-from trainer.launch.saved_base import AS_SAVED
+from trainer.launch.saved_config import AS_SAVED
 
 
 def explain(error: BaseException, arguments: list[str]) -> str:

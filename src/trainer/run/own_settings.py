@@ -1,17 +1,16 @@
-"""The settings that a command line changes: those of a run that exists, where it names one.
+"""The settings that a command line changes: those of an existing run, if it names one.
 
     python train.py run.name=mine run.resume=auto trainer.max_steps=20       resumes with the run's own settings
     python train.py --from-run runs/mine run.name=other optim.lr=1e-3        starts a run with the settings of another
 
-They are the run's `config.yaml`, or, if it was altered (`trainer.digests`), those that its newest checkpoint keeps. A
-run that was once started with `run.resume=auto` resumes by its name alone. Not taken over: secrets, which no run
-stores; what is about one start (`debug`, `profile`, `dry_run`, `gpu`, `force_memory`); and, by another run, the name
-and `run.resume`.
+They come from the run's `config.yaml`, or, if that was altered (`trainer.digests`), from its newest checkpoint. A run
+that was started with `run.resume=auto` resumes by its name alone. Not taken over: secrets, which no run stores; keys
+that apply to one start (`debug`, `profile`, `dry_run`, `gpu`, `force_memory`); and, by another run, the name and
+`run.resume`.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,18 @@ from precision.errors import UserError
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read_meta
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config.paths import NO_PATHS
-from trainer.config_diff import HIDDEN, changed_keys, read_yaml
+from trainer.config_diff import HIDDEN, read_yaml
 from trainer.digests import read_stamped
+from trainer.launch.saved_config import OF_ONE_START, OwnSettings
 from trainer.run.location import CHECKPOINTS, CONFIG, state_of
 
-OF_ONE_START = "debug", "profile", "dry_run", "gpu", "force_memory"
 _ELSE = "start it with all its settings under another run.name"
 
 
-@dataclass(frozen=True)
-class OwnSettings:
-    """tree: a config as plain values, but for `OF_ONE_START`. source: where it is from. secrets: keys that the run was
-    started with and that no file has."""
-
-    tree: dict[str, Any]
-    source: str
-    secrets: tuple[str, ...] = ()
-
-    def line(self, config: Mapping[str, Any]) -> str:
-        """What a run says about it. config: the run's, as `kept_tree` has it."""
-        ours = {key: value for key, value in config.items() if key not in OF_ONE_START}
-        changed = changed_keys(self.tree, ours) or "nothing"
-        missing = [key for key in self.secrets if _value(config, key) is None]
-        left_out = f"; not stored and not given: {', '.join(missing)}" if missing else ""
-        return f"settings of {self.source}; changed here: {changed}{left_out}"
-
-
 def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> OwnSettings | None:
-    """The settings to start from; None for those of configs/. UserError if there should be some and are none.
+    """Return the settings to start from; None for those of configs/. Raises UserError for a run that has none.
 
-    run: what the command line gives of that section, with the default of `dir`. restarted: by torchrun.
+    run: what the command line sets in that section, and the default of `dir`. restarted: by torchrun.
     """
     folder, resume = _to_resume(run, restarted)
     if folder is not None:
@@ -59,7 +40,7 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
         except UserError:
             if resume is not None:
                 raise
-            return None  # a run that is there is refused
+            return None  # `RunFolder` refuses a run that exists
         if resume is not None or (from_run is None and own.tree["run"].get("resume") != "never"):
             place = {"name": folder.name, "dir": str(folder.parent), "resume": "auto"}
             return OwnSettings(own.tree | {"run": own.tree["run"] | place}, own.source, own.secrets)
@@ -74,8 +55,8 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
 
 
 def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, str | None]:
-    """The run folder that a command line may mean to resume, and the `run.resume` that it gives. What is not as it has
-    to be, opening the folder refuses."""
+    """Return the run folder that a command line may mean to resume, and its `run.resume`. Does not check them: opening
+    the folder does."""
     resume = "auto" if restarted else run.get("resume")
     if isinstance(resume, str) and resume not in NO_PATHS:
         path = Path(resume)
@@ -88,7 +69,7 @@ def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, st
 
 
 def _read(folder: Path, setting: str) -> OwnSettings:
-    """The settings of the run in `folder`. setting: the key that names it, for what is refused."""
+    """Return the settings of the run in `folder`. setting: the key that names it, for errors."""
     path, source = folder / CONFIG, str(folder)
     try:
         tree = read_yaml(read_stamped(path, ""))
@@ -122,10 +103,3 @@ def _secrets(folder: Path) -> tuple[str, ...]:
         for line in path.read_text(errors="replace").split("\n")
     ]
     return tuple(sorted({key.lstrip("+~") for key, _, value in lines if value == HIDDEN}))
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value

@@ -1,17 +1,42 @@
-"""A config that a run has saved, as what Hydra composes on instead of `configs/train.yaml`.
+"""The saved config of a run as the base of a composition by Hydra, in place of `configs/train.yaml`.
 
-Each section that has a group in `configs/` becomes a choice of that group, `as_saved`, and the default one. So a group
-or recipe on the command line replaces whole sections, as it does in a run's first command line, and keys change single
-values.
+Each section that has a group in `configs/` becomes the default choice of that group, `as_saved`. So a group or recipe
+on the command line replaces whole sections, as in a run's first command line, and keys change single values.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trainer.config_diff import changed_keys
+
 AS_SAVED = "as_saved"
+OF_ONE_START = "debug", "profile", "dry_run", "gpu", "force_memory"
+"""Keys that apply to one start of a run only."""
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings of an existing run, which a command line changes.
+
+    tree: its config as plain values, without `OF_ONE_START`. source: the folder or file they come from. secrets: keys
+    that the run was started with, and whose values no file stores.
+    """
+
+    tree: dict[str, Any]
+    source: str
+    secrets: tuple[str, ...] = ()
+
+    def line(self, config: Mapping[str, Any]) -> str:
+        """Return the line that reports them. config: of the run to start, as `kept_tree` returns it."""
+        ours = {key: value for key, value in config.items() if key not in OF_ONE_START}
+        changed = changed_keys(self.tree, ours) or "nothing"
+        missing = [key for key in self.secrets if _value(config, key) is None]
+        left_out = f"; not stored and not given: {', '.join(missing)}" if missing else ""
+        return f"settings of {self.source}; changed here: {changed}{left_out}"
 
 
 def register(configs: Path, name: str, tree: Mapping[str, Any]) -> str:
@@ -34,8 +59,8 @@ def register(configs: Path, name: str, tree: Mapping[str, Any]) -> str:
 
 
 def forced(configs: Path, arguments: Sequence[str]) -> list[str]:
-    """The arguments, with ++ before keys: a saved config has each key that its version knew, those included that
-    `configs` leaves to +KEY, and `load()` refuses what no version knows."""
+    """Return the arguments with ++ before keys. A saved config has all keys of its version, also those that `configs`
+    leaves to +KEY; `load()` refuses unknown ones."""
 
     def force(argument: str) -> str:
         key = argument.lstrip("+").partition("=")[0]
@@ -46,7 +71,7 @@ def forced(configs: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def run_section(configs: Path, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the command line says about `run`, and the default of `run.dir`; without what refers to other keys."""
+    """Return what the command line sets in `run`, and the default of `run.dir`; without references to other keys."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -66,3 +91,10 @@ def run_section(configs: Path, name: str, arguments: Sequence[str]) -> dict[str,
         return dict(OmegaConf.to_container(section, resolve=True)["run"])  # type: ignore[index, call-overload]
     except (OmegaConfBaseException, TypeError, ValueError):
         return {"dir": default}
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
