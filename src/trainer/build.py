@@ -278,7 +278,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
 
 
 def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
-    """The data, and rank 0's warnings about it."""
+    """Return the data, and on rank 0 the warnings about it."""
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
     with world.local_rank_0_first(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -72,14 +72,14 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
 
 
 def stamped(text: str) -> str:
-    """A YAML text with its digest, as a comment, in a line before it: a file that is cut short does not lose it."""
+    """Return a YAML text with its digest in a comment before it, which a truncated file still has."""
     return f"{_FIRST_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_stamped(path: Path, fix: str) -> str:
-    """The text in `path`, without its digest. One of before there were digests begins with no comment.
+    """Return the text in `path` without its digest. Files from before there were digests begin without a comment.
 
-    UserError, naming the file, for one that cannot be read or does not match its digest.
+    Raises UserError, naming the file, if it cannot be read or does not match its digest.
     """
     first, _, rest = (text := _text(path, "was altered (it is not text)", fix)).partition("\n")
     if first.startswith("#") and text != stamped(rest):
@@ -90,7 +90,7 @@ def read_stamped(path: Path, fix: str) -> str:
 
 
 def accept_stamped(path: Path) -> None:
-    """Stamp a file as it is now. UserError if it is not text."""
+    """Write the digest of a file as it is now. Raises UserError if it is not text."""
     first, _, rest = (text := _text(path, "cannot be read (not text)", "correct it")).partition("\n")
     replace_file(path, stamped(rest if first.startswith(_FIRST_LINE) else text).encode())
 

@@ -194,7 +194,7 @@ def source_configs(data: DataConfig) -> list[SourceConfig]:
 
 
 def is_on_hub(tokenizer: str) -> bool:
-    """Whether `data.tokenizer` is a name on the hub: OWNER/NAME, perhaps with @REVISION, and nothing here."""
+    """Return whether `data.tokenizer` is a name on the hub, OWNER/NAME or OWNER/NAME@REVISION, and no local path."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", tokenizer) and not tokenizer.endswith(".json")
     return bool(is_name) and not tokenizer.startswith(".") and not Path(tokenizer).exists()
 

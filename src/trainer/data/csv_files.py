@@ -1,7 +1,7 @@
-"""CSV and TSV: rows of a file whose first row names the columns, as RFC 4180 writes them (and tabs instead of commas).
+"""CSV (RFC 4180) and TSV: rows of a file whose first row names the columns.
 
-A field in quotes may hold line ends, and where a quote opens depends on everything before it: a file is read in order,
-by the process that deals out the blocks, a line at a time. What goes to the log is named by the line it begins in.
+A quoted field may hold line ends, and where a quote opens depends on everything before it. So the process that deals
+out the blocks reads a file in order, a line at a time. The log names a row by its first line.
 """
 
 import csv
@@ -45,8 +45,7 @@ class RowsRead:
 
 
 def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: SkipLog) -> Iterator[RowsRead]:
-    """The rows of a file, compressed or not. Of one that is damaged, those before the damage. UserError if it does not
-    have the column."""
+    """Yield the rows of a file, compressed or not, up to the first damage. Raises UserError if it lacks the column."""
     csv.field_size_limit(LONGEST_BYTES)
     values: list[bytes] = []
     lines: list[int] = []
@@ -74,7 +73,7 @@ def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: Ski
 
 
 def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tuple[int, list[str]]]:
-    """Each row and the line that it begins in; blank lines are none. Bytes that are not UTF-8 become surrogates."""
+    """Yield each row that is not blank, with its first line. Bytes that are not UTF-8 become surrogates."""
     rows = csv.reader(_text_lines(path), delimiter=delimiter, strict=True)
     while True:
         line = rows.line_num + 1
@@ -95,8 +94,7 @@ def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tupl
 
 
 def _text_lines(path: Path) -> Iterator[str]:
-    """Lines with their ends, the mark that some programs begin a file with left out. OSError for a longer one than can
-    be held."""
+    """Yield lines with their ends, without a byte-order mark. Raises OSError for a line above LONGEST_BYTES."""
     rest: list[bytes] = []  # of a line that continues in the next block
     size, first = 0, True
     for data in unpack(path) if path.suffix in (".gz", ".zst") else _blocks(path):

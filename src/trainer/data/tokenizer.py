@@ -58,10 +58,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_file(tokenizer: str) -> Path:
-    """The tokenizer.json that `data.tokenizer` means: a file, one in a folder, or, of a name on the hub, the copy in
-    the hub's cache, which is asked first: later starts need no network and have the same file.
+    """Return the tokenizer.json of `data.tokenizer`: a file, one in a folder, or the copy of one on the hub. The hub's
+    cache comes first: later starts need no network and use the same file.
 
-    UserError, one line, for one that is not there or cannot be fetched.
+    Raises UserError if it does not exist or cannot be fetched.
     """
     if not is_on_hub(tokenizer):
         return Path(tokenizer) / TOKENIZER if Path(tokenizer).is_dir() else Path(tokenizer)

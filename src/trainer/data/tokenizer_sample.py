@@ -68,7 +68,7 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
 
 
 def _fix(why: str) -> str:
-    """What to do about text of which none is usable."""
+    """Return the fix for text of which nothing is usable."""
     if why == NOT_UTF8:
         return "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
     return f"set {COLUMN}" if COLUMN in why or why.endswith(NO_TEXT) else "correct that"

@@ -121,7 +121,7 @@ def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:
 
 
 def cut_line(given: Config, config: Config) -> str | None:
-    """What `with_fitting_microbatch` has changed, for the user."""
+    """Return a line on what `with_fitting_microbatch` has changed; None if nothing."""
     was, now = given.trainer.microbatch_size, config.trainer.microbatch_size
     return (
         None

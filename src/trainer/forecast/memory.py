@@ -210,7 +210,7 @@ def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
 
 
 def _ranks(row: GemmRow, degrees: Degrees) -> int:
-    """Number of ranks that hold a weight together."""
+    """Return the number of ranks that hold a weight together."""
     if row.op == "moe.experts":
         return degrees.expert * degrees.expert_shard
     return degrees.cut * parts(row, degrees)

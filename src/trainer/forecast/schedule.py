@@ -61,12 +61,12 @@ def schedule_lines(config: Config) -> list[tuple[str, str]]:
     )
     spans = {"warm-up": config.optim.warmup_steps, "evaluation every": config.eval.every}
     spans |= {"checkpoint every": config.checkpoint.every, "logged every": config.logging.every}
-    said = [
+    converted = [
         f"{what} {value}, {timeline.steps_of(value):,} steps"
         for what, value in spans.items()
         if not isinstance(value, int)
     ]
-    lines += [("in steps", "; ".join(said))] if said else []
+    lines += [("in steps", "; ".join(converted))] if converted else []
     return lines + [("phase", _line(timeline, phase)) for phase in timeline.phases]
 
 

@@ -86,7 +86,7 @@ def kept(rank: int, p: int, v: int, m: int) -> float:
 
 
 def _rounds(m: int, p: int) -> int:
-    """Number of rounds in which m microbatches go through a rank's stages."""
+    """Return the number of rounds in which m microbatches pass through a rank's stages."""
     return max(1, m // p)
 
 

@@ -137,7 +137,7 @@ class _LastAlert:
     """The last alert on a subject: its step, and the lines without the condition since."""
 
     step: int
-    well: int = 0
+    quiet: int = 0
 
 
 class Alerts:
@@ -193,8 +193,8 @@ class Alerts:
     def _check(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
         if step < self._last:  # the run was rewound: an alert may be raised again
-            for said in self._last_alerts.values():
-                said.clear()
+            for raised in self._last_alerts.values():
+                raised.clear()
         self._last = step
         named = None if tensors is None else {**tensors, "names": self._names}
         return [alert for rule in rules if (alert := self._combined(rule, step, rule.check(step, metrics, named)))]
@@ -203,26 +203,26 @@ class Alerts:
         """Return one alert for everything new in `wrong`, or None."""
         if wrong is None:
             return None
-        said = self._last_alerts[rule.name]
+        raised = self._last_alerts[rule.name]
         self._lines_since[rule.name] += 1
-        for about in said.keys() - {alert.about for alert in wrong}:
-            said[about].well += 1
-            if said[about].well >= QUIET:
-                del said[about]
-        new = [alert for alert in wrong if self._is_new(rule, step, alert, said)]
+        for about in raised.keys() - {alert.about for alert in wrong}:
+            raised[about].quiet += 1
+            if raised[about].quiet >= QUIET:
+                del raised[about]
+        new = [alert for alert in wrong if self._is_new(rule, step, alert, raised)]
         if not new or self._lines_since[rule.name] <= QUIET:
             return None  # too soon after the last alert: raised later if the condition lasts
         self._lines_since[rule.name] = 0
         for alert in wrong:
-            said[alert.about] = _LastAlert(step)
+            raised[alert.about] = _LastAlert(step)
         first, others = new[0], len(wrong) - 1
         return replace(first, message=f"{first.message} (and {others} more)") if others else first
 
-    def _is_new(self, rule: Rule, step: int, alert: Alert, said: dict[str, _LastAlert]) -> bool:
-        before = said.get(alert.about)
+    def _is_new(self, rule: Rule, step: int, alert: Alert, raised: dict[str, _LastAlert]) -> bool:
+        before = raised.get(alert.about)
         if before is None:
             return True
-        before.well = 0
+        before.quiet = 0
         return self._repeat is not None and not rule.lasting and step - before.step >= self._repeat
 
 

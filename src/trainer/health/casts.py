@@ -93,7 +93,7 @@ class Casts:
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether `precision.kernels.cast_statistics` runs here."""
+    """Return whether `precision.kernels.cast_statistics` runs here."""
     known = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _KNOWS_FP8
     return known and importlib.util.find_spec("triton") is not None and STATISTICS not in refused
 

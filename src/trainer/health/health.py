@@ -82,7 +82,7 @@ class Health:
         self._seen: dict[str, Tensor] = {}
 
     def due(self, step: int) -> bool:
-        """Whether a step must be logged in any case: it is sampled at an interval of its own, or has a shadow."""
+        """Return whether a step must be logged in any case: it has a shadow, or samples have their own interval."""
         return _due(step, self._every or 0) or _due(step, self._shadow_every)
 
     def before(self, step: int, tokens: Tensor) -> str | None:

@@ -120,7 +120,7 @@ def _run_name(tree: "DictConfig") -> str | None:
 
 
 def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
-    """The arguments without `--from-run RUN`, and RUN."""
+    """Return the arguments without `--from-run RUN`, and RUN."""
     rest, run, words = [], None, iter(arguments)
     for word in words:
         option, _, value = word.partition("=")
@@ -187,15 +187,15 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
     and for Hydra's own failures."""
     from omegaconf.errors import OmegaConfBaseException
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             task()
     except SystemExit as end:
         if end.code != REFUSED:
-            sys.stderr.write(said.getvalue())
+            sys.stderr.write(stderr.getvalue())
             raise
-        raise user_error(_explain_option(said.getvalue())) from None
+        raise user_error(_explain_option(stderr.getvalue())) from None
     except OmegaConfBaseException:  # some are ValueErrors, too
         raise
     except UnicodeDecodeError as error:
@@ -203,7 +203,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
         raise user_error(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
     except ValueError as error:
         raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(stderr.getvalue())
 
 
 def _explain_option(usage: str) -> str:

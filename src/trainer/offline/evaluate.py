@@ -81,5 +81,5 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): the number of equally likely tokens that gives this loss."""
+    """Return exp(loss): the number of equally likely tokens that gives this loss."""
     return math.exp(min(loss, 700.0))

@@ -167,12 +167,12 @@ def _run(words: list[str], notice: Notice) -> None:
         start_new_session=True,  # a ^C at the terminal must not reach it, and its children can be ended with it
     )
     try:
-        _, said = process.communicate(json.dumps(notice, default=str).encode(), timeout=COMMAND_SECONDS)
+        _, errors = process.communicate(json.dumps(notice, default=str).encode(), timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise OSError(f"not done after {COMMAND_SECONDS:.0f} seconds, and killed") from None
     if process.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise OSError(f"exit code {process.returncode}" + (f": {last}" if last else ""))

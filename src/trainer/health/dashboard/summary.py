@@ -58,7 +58,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def recent(run: Run) -> float | None:
-    """Mean training loss over the last 50 steps, nats per token."""
+    """Return the mean training loss over the last 50 steps, nats per token."""
     series = run.series.get(TRAIN)
     if not series or not series.values:
         return None

@@ -84,7 +84,7 @@ class LossPlateau(Rule):
         return [Alert(self.name, step, message, window, self._steps)]
 
     def _is_due(self, step: int, window: float) -> bool:
-        """Whether to keep this line: the history holds a window and more if its lines are spread evenly."""
+        """Return whether to keep this line. Evenly spread lines let the history span more than a window."""
         last = self._losses.last
         return last is None or step <= last[0] or step - last[0] >= window / (0.8 * self.LINES)
 

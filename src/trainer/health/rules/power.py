@@ -30,11 +30,11 @@ class Throttled(Rule):
         self._before = share
         if min(share, before) <= self._share:
             return []
-        said = {"thermal": "heat slows", "hardware": "the board's own protection (heat, current, power brake) slows"}
+        how = {"thermal": "heat slows", "hardware": "the board's own protection (heat, current, power brake) slows"}
         clock = number(metrics, "gpu/clock_mhz")
         at = f", to {clock:.0f} MHz" if clock is not None else ""
         message = (
-            f"{said[why]} {_gpu_of_rank(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks "
+            f"{how[why]} {_gpu_of_rank(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks "
             "wait for it: check fans, airflow and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
         )
         return [Alert(self.name, step, message, share, self._share)]
