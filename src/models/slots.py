@@ -26,7 +26,7 @@ With delayed scales the host reads once whether the arena has them; after that i
 again makes `fill` infinite: the step is skipped, and the host checks again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +73,19 @@ class Slots:
             self.observing = max(0, self.observing - 1)
         elif self.observing or fill > 1:
             self.observing = OBSERVED
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what reviews have learned, and for which processes and least capacity, for the checkpoint."""
+        return {"capacity": self.capacity, "observing": self.observing, "valid_for": self._valid_for}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what reviews had learned, if it holds here; else the run observes again."""
+        if state["valid_for"] == self._valid_for:
+            self.capacity, self.observing = state["capacity"], state["observing"]
+
+    @property
+    def _valid_for(self) -> list[float]:
+        return [dist.get_world_size(self.transport.group), self._least]
 
     def sizes(self, tokens: int, chosen: int, each: int) -> tuple[int, int]:
         """Return C and N for T tokens of K choices, with `each` experts per process."""

@@ -77,8 +77,12 @@ class Engine:
 
     def state(self) -> dict:
         """Return everything that a step changes, nested: tensors, `ShardView`s and JSON values."""
-        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
-        return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()} | scale
+        own = {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
+        if self.loss_scale is not None:
+            own["loss_scale"] = self.loss_scale.state_dict()
+        if self.model.slots is not None:
+            own["slots"] = self.model.slots.state_dict()
+        return own
 
     def restorable_tensors(self) -> dict:
         """Return weights and moments, into which a checkpoint is read. The tensors are the step's own memory."""
@@ -90,6 +94,8 @@ class Engine:
         self.guard.load_state_dict(state["guard"])
         if self.loss_scale is not None and "loss_scale" in state:  # missing if saved without FP16
             self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.model.slots is not None and "slots" in state:  # missing if tokens travelled by all-to-all
+            self.model.slots.load_state_dict(state["slots"])
         return self.arena.load_state_dict(state["arena"])
 
 

@@ -64,6 +64,23 @@ def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
     return lines
 
 
+def check_resume(world: World) -> None:
+    """A checkpoint keeps the room and whether slots are in use, for the same least room."""
+    config = composed.config_of([*RUN, *SLOTS])
+    engine, again = (build_engine(config, world.device, world=world) for _ in range(2))
+    saved, resumed = engine.model.slots, again.model.slots
+    assert saved is not None and resumed is not None
+    saved.fit(2.0)
+    saved.fit(0.5)
+    state = json.loads(json.dumps(engine.state()["slots"]))
+    again.load_state(again.state() | {"slots": state})
+    assert (resumed.capacity, resumed.observing) == (saved.capacity, saved.observing) != (3.0, OBSERVED)
+    other = build_engine(composed.config_of([*RUN, *SLOTS[:1]]), world.device, world=world).model.slots
+    assert other is not None
+    other.load_state_dict(state)
+    assert (other.capacity, other.observing) == (1.25, OBSERVED)
+
+
 def main(out: Path) -> None:
     with joined() as world:
         all_max([torch.zeros(())], world)
@@ -72,6 +89,7 @@ def main(out: Path) -> None:
             build_engine(composed.config_of([*RUN, "parallel.dispatch=symmetric"]), world.device, world=world)
         auto = build_engine(composed.config_of([*RUN, "parallel.dispatch=auto"]), world.device, world=world)
         assert auto.model.slots is None, "CPUs do not write into each other's memory"
+        check_resume(world)
         if world.is_first:
             out.write_text(json.dumps(made))
 
