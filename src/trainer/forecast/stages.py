@@ -243,7 +243,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         why = f"with parallel.pipeline={p} weights are gathered in BF16"
         refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
     if config.debug.inject is not None:
-        refuse("parallel.pipeline", p, "debug.inject needs its block on every rank", f"{off}, or no debug.inject")
+        refuse("parallel.pipeline", p, "debug.inject needs its block on every rank", f"{off}, or debug.inject=null")
     if config.health.shadow_every:
         why = f"it does not support parallel.pipeline={p}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
