@@ -261,7 +261,8 @@ REFUSED = [
 @pytest.mark.parametrize(("keys", "world", "message"), REFUSED)
 def test_incompatible_pipeline_settings_are_refused(keys: list[str], world: int, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
-        check(composed.config_of([*RUN, "model.vocab_size=320", *keys]), world)  # of a tokenizer, which is checked first
+        # the vocabulary is checked before the stages
+        check(composed.config_of([*RUN, "model.vocab_size=320", *keys]), world)
 
 
 if __name__ == "__main__":
