@@ -22,10 +22,10 @@ def dense(moe: MoE, x_TD: Tensor, batch: int) -> Tensor:
         gate, up = (x @ gate_up.t()).chunk(2, -1)
         return (F.silu(gate) * up) @ down.t()
 
-    y_TD = ffn(x_TD, moe.shared.gate_up.weight, moe.shared.down.weight)
+    y_TD = ffn(x_TD, moe.shared.first.weight, moe.shared.down.weight)
     for e in range(moe.gate.num_experts):
         weight_T = torch.where(expert == e, weight, 0.0).sum(1)
-        y_TD = y_TD + weight_T[:, None] * ffn(x_TD, moe.experts.gate_up.weight[e], moe.experts.down.weight[e])
+        y_TD = y_TD + weight_T[:, None] * ffn(x_TD, moe.experts.first.weight[e], moe.experts.down.weight[e])
     return y_TD
 
 
