@@ -65,7 +65,7 @@ def checkpoint_origin(config: Config, tokenizer_hash: str) -> dict:
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     """Raise UserError, naming the key, if a run with this config cannot resume from `checkpoint`, which has this
     meta."""
-    _check_same(meta, identity(config), checkpoint)
+    _check_same(meta, config, checkpoint)
     step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
     if step > ours.steps:
         fix = f"{step} or more" if config.trainer.max_steps == ours.steps else "more"
@@ -96,16 +96,25 @@ def moved_rate(meta: Mapping[str, Any], config: Config, step: int, committed: in
     return f"learning rate of step {step + 1}: {then:.3g} -> {now:.3g}{because}"
 
 
-def _check_same(theirs: dict, ours: dict, path: Path) -> None:
-    """Raise UserError, naming the first key that a resumed run changes but must not."""
+def _check_same(theirs: dict, config: Config, path: Path) -> None:
+    """Raise UserError, naming the first key that a resumed run changes but must not. It suggests run.init_from only if
+    that takes the checkpoint's tensors."""
+    ours = identity(config)
     for section in ("model", "trainer", "optim"):
         for key, value in ours[section].items():
             was = theirs.get(section, {}).get(key, value)
             if was != value:
-                raise UserError(
-                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "
-                    f"start a new run from its weights with run.init_from={path}"
-                )
+                fix = f"set {section}.{key}={_typed(was)}"
+                if _difference(_meta_tensors(config), path) is None:
+                    fix += f", or start a new run from its weights with run.init_from={path}"
+                raise UserError(f"{section}.{key}={_typed(value)}: {path} was trained with {_typed(was)}; {fix}")
+
+
+def _typed(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_typed(each)}" for key, each in value.items()) + "}"
+    return "null" if value is None else str(value)
 
 
 def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
@@ -134,9 +143,7 @@ def check_origin(config: Config) -> None:
     if run.init_from is not None and not will_resume(run):
         path = Path(run.init_from)
         checkpoint = find_checkpoint(path, "run.init_from", quiet)
-        with torch.device("meta"):
-            model = DeepSeek(config.model, Plan(config.precision, config.model.num_layers))
-        _check_tensors(model.state_dict(), checkpoint, path)
+        _check_tensors(_meta_tensors(config), checkpoint, path)
     if run.resume == "never":
         return
     folder = check_place(run)
@@ -148,16 +155,27 @@ def check_origin(config: Config) -> None:
         check_resumable(config, read_meta(newest), newest)
 
 
+def _meta_tensors(config: Config) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a config's model, without storage."""
+    with torch.device("meta"):
+        return DeepSeek(config.model, Plan(config.precision, config.model.num_layers)).state_dict()
+
+
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
     """Raise UserError, naming the first tensor that differs between a model and a checkpoint, found through `path`."""
+    if (found := _difference(ours, checkpoint)) is not None:
+        raise UserError(f"run.init_from={path}: {found}; use that run's model.*")
+
+
+def _difference(ours: Mapping[str, Any], checkpoint: Path) -> str | None:
+    """Return the first difference between a model's tensors and those of a checkpoint, None if there is none."""
     saved = saved_shapes(checkpoint)
     for name, tensor in ours.items():
         here, there = tensor.size(), saved.get(f"model/{name}")
         if there != here:
             theirs = "no such tensor" if there is None else list(there)
-            raise UserError(
-                f"run.init_from={path}: {name} is {list(here)} in this model, {theirs} there; use that run's model.*"
-            )
+            return f"{name} is {list(here)} in this model, {theirs} there"
     for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
         if name not in ours:
-            raise UserError(f"run.init_from={path}: it has {name}, which this model lacks; use that run's model.*")
+            return f"it has {name}, which this model lacks"
+    return None

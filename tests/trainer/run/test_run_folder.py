@@ -12,14 +12,18 @@ import torch
 from composed import config_of
 from omegaconf import OmegaConf
 from run_folders import TEXTS, damage, logged, make_run, quiet, snapshot
+from small import SMALL
 
+from models import DeepSeek
+from precision import Plan
 from precision.errors import UserError
-from trainer.checkpoint import read
+from trainer.checkpoint import Checkpointer, read, read_meta
 from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import CHECKPOINTS, check_writable
+from trainer.run.resume_source import check_origin, check_resumable, identity
 from trainer.run.run_folder import EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
@@ -232,6 +236,52 @@ def test_a_config_that_cannot_resume_is_refused_before_anything_changes(runs: Pa
         opened(runs, resume="auto", check=check)
     assert snapshot(path) == before
     opened(runs, resume="auto")  # and the lock is free again
+
+
+@pytest.mark.parametrize(
+    ("change", "set_back", "takes_weights"),
+    [
+        ("model.qk_scale=2", "model.qk_scale=1.0", True),
+        ("model.rope_theta=2", "model.rope_theta=10000.0", True),
+        ("trainer.seed=9", "trainer.seed=0", True),
+        ("optim=muon_cosine", "optim.name=adamw", True),
+        ("model.activation=gelu", "model.activation=swiglu", False),
+        ("model.num_experts=8", "model.num_experts=4", False),
+        ("model.q_lora_rank=8", "model.q_lora_rank=null", False),
+        ("model.num_mtp_layers=0", "model.num_mtp_layers=1", False),
+    ],
+)
+def test_a_refused_resumption_suggests_the_weights_only_where_they_fit(
+    change: str, set_back: str, takes_weights: bool, tmp_path: Path
+) -> None:
+    began, changed = config_of([*SMALL, "trainer.seed=0"]), config_of([*SMALL, "trainer.seed=0", change])
+    checkpointer = Checkpointer(tmp_path / CHECKPOINTS, 0, quiet)
+    model = DeepSeek(began.model, Plan(began.precision, began.model.num_layers))
+    checkpointer.save(1, {"model": model.state_dict()}, identity(began))
+    checkpointer.close()
+    path = tmp_path / CHECKPOINTS / "step_00000001"
+    with pytest.raises(UserError, match=rf"{re.escape(change.split('=')[0])}.*; set {re.escape(set_back)}(,|$)") as no:
+        check_resumable(changed, read_meta(path), path)
+    assert (f"run.init_from={path}" in str(no.value)) is takes_weights
+    changed.run.init_from = str(path)
+    if takes_weights:
+        check_origin(changed)
+    else:
+        with pytest.raises(UserError, match="use that run's model"):
+            check_origin(changed)
+    check_resumable(config_of([*SMALL, "trainer.seed=0", change, set_back]), read_meta(path), path)
+
+
+def test_a_suggested_section_can_be_typed(tmp_path: Path) -> None:
+    scaling = "model.rope_scaling={factor: 4.0, original_max_position_embeddings: 32, beta_fast: 32.0}"
+    began, changed = config_of([*SMALL, scaling]), config_of(SMALL)
+    checkpointer = Checkpointer(tmp_path, 0, quiet)
+    checkpointer.save(1, {"model": {}}, identity(began))
+    checkpointer.close()
+    path = tmp_path / "step_00000001"
+    with pytest.raises(UserError, match=r"^model\.rope_scaling=null: .*; set model\.rope_scaling=\{.*\}$") as no:
+        check_resumable(changed, read_meta(path), path)
+    assert config_of([*SMALL, str(no.value).split("; set ")[1]]).model == began.model
 
 
 # ---------------------------------------------------------------------------------------------------- a path
