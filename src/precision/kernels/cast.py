@@ -160,18 +160,51 @@ def _block_part(
     return x8, scale, top, v
 
 
+@triton.jit
+def cast_tile(
+    parts, y, yt, amax, inv, inv_t, row, column, R, C, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile of 128 x 128, the tile (row, column) of [R, C]: into y in 1 x 128 blocks, into y^T in tiles of 128
+    rows x 1 column.
+
+    parts: part i has its rows 4 j + i; they stay in registers until the columns' scales are known. AGAIN: y^T is cast
+    from y's numbers, else from the parts. amax: None, or raised.
+    """
+    r4 = row * 32 + tl.arange(0, 32)
+    c = column * 128 + tl.arange(0, 128)
+    columns = tl.zeros((32, 128), tl.int32)
+    rows = tl.zeros((32,), tl.int32)
+    for i in tl.static_range(4):
+        x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
+        rows = tl.maximum(rows, abs_bits(top))
+        columns = tl.maximum(columns, abs_bits(v))
+        if ROWS:
+            r = (r4 * 4 + i).to(tl.int64)
+            tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
+            tl.store(inv + column.to(tl.int64) * R + r, inverse(scale, POW2), mask=r < R)
+    if amax is not None:
+        tl.atomic_max(amax, tl.max(rows), sem="relaxed")
+    if TRANSPOSED:
+        scale_t = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        tl.store(inv_t + row.to(tl.int64) * C + c, inverse(scale_t, POW2), mask=c < C)
+        words = tl.zeros((32, 128), tl.int32)
+        for i in tl.static_range(4):
+            x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
+            words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
+        words = settled(words)
+        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+
+
 @triton.jit(do_not_specialize=["T", "R"])  # specialised for one row, it gave wrong results on the GPU
 def _blocks_kernel(
     x, y, yt, token, ends, amax, inv, inv_t, T, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
-    column.
-
-    AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist. The `_parts`
-    stay in registers until the columns' scales are known.
-    """
+    """Cast one tile of x [T, C], or of its rows token [R]: see `cast_tile`. GROUPS: rows beyond ends[GROUPS - 1] do not
+    exist."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
@@ -179,26 +212,10 @@ def _blocks_kernel(
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
         parts = _parts(x, token, r4, c, T, C, GATHER)
-        columns = tl.zeros((32, 128), tl.int32)
-        rows = tl.zeros((32,), tl.int32)
-        for i in tl.static_range(4):
-            x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
-            rows = tl.maximum(rows, abs_bits(top))
-            columns = tl.maximum(columns, abs_bits(v))
-            if ROWS:
-                r = (r4 * 4 + i).to(tl.int64)
-                tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
-                tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale, POW2), mask=r < R)
-        tl.atomic_max(amax, tl.max(rows), sem="relaxed")
-        if TRANSPOSED:
-            scale_t = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
-            tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale_t, POW2), mask=c < C)
-            words = tl.zeros((32, 128), tl.int32)
-            for i in tl.static_range(4):
-                x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
-                words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
-            words = settled(words)
-            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+        cast_tile(
+            parts, y, yt, amax, inv, inv_t, tl.program_id(1), tl.program_id(0), R, C, R4,
+            F8, LIMIT, HEADROOM, POW2, ROWS, TRANSPOSED, AGAIN,
+        )  # fmt: skip
 
 
 @triton.jit

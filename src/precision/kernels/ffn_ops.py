@@ -26,6 +26,7 @@ from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
+from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
 from precision.permutation import TILE, rows_in_tiles
@@ -210,7 +211,11 @@ def input_gradients(
         d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
         d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
         ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
-    else:
+    elif dh.shape[1] % 128 == 0:
+        d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
+            dh, y1, weight, ends, d1_amax, casts.grad, forward
+        )
+    else:  # a block has columns of gate and of up
         d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None)
         d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
         unseen = torch.zeros((), device=h.device)

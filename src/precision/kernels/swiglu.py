@@ -48,7 +48,7 @@ def _activate(g, u, w):
 
 
 @triton.jit
-def _gradients(dh, g, u, w):
+def gradients(dh, g, u, w):
     """Return d gate, d up, h, and the addends of the weight's gradient."""
     s = sigmoid(g)
     silu = g * s
@@ -58,14 +58,14 @@ def _gradients(dh, g, u, w):
 
 
 @triton.jit
-def _rows_left(ends, R, GROUPS: tl.constexpr):
+def rows_left(ends, R, GROUPS: tl.constexpr):
     if GROUPS > 0:
         return tl.load(ends + GROUPS - 1)
     return R
 
 
 @triton.jit
-def _weights(weight, r, R, GROUPS: tl.constexpr):
+def weights_of(weight, r, R, GROUPS: tl.constexpr):
     """Load the router's weights, or 1."""
     if GROUPS > 0:
         return tl.load(weight + r, mask=r < R, other=0.0)
@@ -77,23 +77,28 @@ def _activated(y, weight, r, c, R, F, GROUPS: tl.constexpr):
     """Return the result for rows and columns, and which of them exist."""
     inside = (r < R)[:, None] & (c < F)[None, :]
     i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
-    w = _weights(weight, r, R, GROUPS)
+    w = weights_of(weight, r, R, GROUPS)
     g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
     u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
     return _activate(g, u, w[:, None]), inside
 
 
 @triton.jit
-def _changed(dh, y, weight, r, c, R, F, GROUPS: tl.constexpr):
-    """Return `_gradients` for rows and columns."""
+def read(dh, y, r, c, R, F):
+    """Load h's gradient, gate and up for rows and columns, unconverted."""
     r64 = r[:, None].to(tl.int64)
     inside = (r < R)[:, None] & (c < F)[None, :]
-    w = _weights(weight, r, R, GROUPS)
     o = r64 * (2 * F) + c[None, :]
-    one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
-    g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
-    u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
-    return _gradients(one, g, u, w[:, None])
+    one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0)
+    return one, tl.load(y + o, mask=inside, other=0), tl.load(y + o + F, mask=inside, other=0)
+
+
+@triton.jit
+def _changed(dh, y, weight, r, c, R, F, GROUPS: tl.constexpr):
+    """Return `gradients` for rows and columns."""
+    w = weights_of(weight, r, R, GROUPS)
+    one, g, u = read(dh, y, r, c, R, F)
+    return gradients(one.to(tl.float32), g.to(tl.float32), u.to(tl.float32), w[:, None])
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def _amax_kernel(
     up."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((BR, BC), tl.int32)
-        tiles = tl.cdiv(_rows_left(ends, R, GROUPS), BR) * COLUMNS
+        tiles = tl.cdiv(rows_left(ends, R, GROUPS), BR) * COLUMNS
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             r = tile // COLUMNS * BR + tl.arange(0, BR)
             c = tile % COLUMNS * BC + tl.arange(0, BC)
@@ -125,7 +130,7 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
     column = tl.program_id(0) % COLUMNS
-    if row * BR < _rows_left(ends, R, GROUPS):
+    if row * BR < rows_left(ends, R, GROUPS):
         r = row * BR + tl.arange(0, BR)
         c = column * BC + tl.arange(0, BC)
         v, inside = _activated(y, weight, r, c, R, F, GROUPS)
@@ -158,7 +163,7 @@ def _backward_kernel(
     stores."""
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
     column = tl.program_id(0) % COLUMNS
-    if row * BR < _rows_left(ends, R4 * 4, GROUPS):  # plain rows: up to the end of the transposed copies
+    if row * BR < rows_left(ends, R4 * 4, GROUPS):  # plain rows: up to the end of the transposed copies
         r4 = row * (BR // 4) + tl.arange(0, BR // 4)
         c = column * BC + tl.arange(0, BC)
         wg = tl.zeros((BR // 4, BC), tl.int32)
@@ -206,7 +211,7 @@ def _backward_rows_kernel(
 ):  # fmt: skip
     """Compute one row per program. ROW: FP8 under the row's own scale; 0: BF16."""
     r = tl.program_id(0)
-    if r < _rows_left(ends, R, GROUPS):
+    if r < rows_left(ends, R, GROUPS):
         c = tl.arange(0, BC)
         inside = c < F
         o = r.to(tl.int64) * (2 * F) + c
@@ -216,7 +221,7 @@ def _backward_rows_kernel(
         one = tl.load(dh + r.to(tl.int64) * F + c, mask=inside, other=0).to(tl.float32)
         g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
         u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
-        dg, du, hh, addend = _gradients(one, g, u, w)
+        dg, du, hh, addend = gradients(one, g, u, w)
         if MODE == 0:
             tl.store(d + o, dg.to(tl.bfloat16), mask=inside)
             tl.store(d + o + F, du.to(tl.bfloat16), mask=inside)
@@ -257,14 +262,14 @@ def swiglu(
     else:
         BR, BC, warps = 64, 128, 4
     columns = cdiv(F, BC)
-    grid, blocks = columns * cdiv(R, BR), {"GROUPS": _groups(ends), "BR": BR, "BC": BC, "num_warps": warps}
+    grid, blocks = columns * cdiv(R, BR), {"GROUPS": groups(ends), "BR": BR, "BC": BC, "num_warps": warps}
     if mode == const.TENSOR.value:
         _amax_kernel[(min(STRIPS, grid),)](
-            y, y, _or(weight, y), _or(ends, y), scale_row, own, R, F, columns,
+            y, y, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
             DELAYED=constants["DELAYED"], BACKWARD=False, **blocks,
         )  # fmt: skip
     _forward_kernel[(grid,)](
-        y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
+        y, h, given(weight, y), given(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
         **constants, MODE=mode, **blocks,
     )  # fmt: skip
     return h, inv.t() if mode == const.BLOCK.value else inv
@@ -286,15 +291,15 @@ def swiglu_backward_tensor(
     ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
     BR, BC = 64, 64
     columns = cdiv(F, BC)
-    grid, blocks = columns * (Rt // BR), {"GROUPS": _groups(ends), "BR": BR, "BC": BC, "num_warps": 4}
+    grid, blocks = columns * (Rt // BR), {"GROUPS": groups(ends), "BR": BR, "BC": BC, "num_warps": 4}
     dw = torch.empty(columns if weight is not None else 0, R, device=device)
     own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
     _amax_kernel[(min(STRIPS, grid),)](
-        dh, y, _or(weight, y), _or(ends, y), scale_row, own, R, F, columns,
+        dh, y, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
         DELAYED=how.delayed, BACKWARD=True, maxnreg=128, **blocks,
     )  # fmt: skip
     _backward_kernel[(grid,)](
-        dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
+        dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, given(weight, y), given(ends, y), scale_row, own,
         as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
         H_LIMIT=how_h.fmt.max, maxnreg=128, **blocks,
     )  # fmt: skip
@@ -320,17 +325,17 @@ def swiglu_backward_rows(
     BC = power_of_2(F)
     casts = (how or _PLAIN).constants
     _backward_rows_kernel[(max(R, 1),)](
-        dh, y, d, h, dw, _or(weight, y), _or(ends, y), as_bits(amax), inv, _or(inv_h, dw), R, F,
+        dh, y, d, h, dw, given(weight, y), given(ends, y), as_bits(amax), inv, given(inv_h, dw), R, F,
         **casts, H8=(how_h or _PLAIN).constants["F8"], H_LIMIT=(how_h or _PLAIN).fmt.max,
-        MODE=0 if how is None else how.mode, GROUPS=_groups(ends), BC=BC, num_warps=row_warps(BC),
+        MODE=0 if how is None else how.mode, GROUPS=groups(ends), BC=BC, num_warps=row_warps(BC),
     )  # fmt: skip
     return d, h, inv, dw
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def given(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a pointer for an argument that the kernel may not read."""
     return other if tensor is None else tensor
 
 
-def _groups(ends: Tensor | None) -> int:
+def groups(ends: Tensor | None) -> int:
     return 0 if ends is None else ends.shape[0]

@@ -29,6 +29,7 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 
 _ATTENTION = _of("document_attention", "forward", "delta", "keys", "queries")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
+_BLOCKS = *_of("swiglu_blocks", "backward"), *_of("swiglu", "backward_rows"), *_of("cast", "blocks")
 CHECKS = (  # the longest to compile first: see `share_of`; each check compiles its own variants
     Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
@@ -41,6 +42,8 @@ CHECKS = (  # the longest to compile first: see `share_of`; each check compiles 
     Check(ATTENTION, others.attention_mla, _ATTENTION[:1], hopper=False),
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
+    Check(CASTS, operands.activations_in_blocks, _BLOCKS),
+    Check(EXPERTS, products.experts_activations_in_blocks, _BLOCKS),
     Check(CASTS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
     Check(EXPERTS, products.experts_casts, (*_of("cast", "blocks", "transpose"), *_of("route", "gather"))),
     Check(CASTS, operands.weights, _of("weights", "amax", "amaxes", "cast", "transpose")),

@@ -10,6 +10,7 @@ from precision.formats import E4M3, E5M2, saturating_cast
 from precision.kernels import cast, const, norm, swiglu
 from precision.kernels.common import Cast
 from precision.kernels.route import Route, gather
+from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 from precision.kernels.weights import cast_weight, transpose_weight
 from precision.selftest.twins import (
     BF16_ROUNDING,
@@ -180,6 +181,28 @@ def activations(device: torch.device, to: Route | None = None) -> None:
         near(got, wide.grad[live], rounding, f"gradient of {where}")
         if to is not None:
             near(dw.sum(0)[live], factor.grad[live], FP32_SUM, f"gradient of the router's weights, {where}")
+
+
+def activations_in_blocks(device: torch.device, to: Route | None = None) -> None:
+    """Check SwiGLU's backward pass in one launch against BF16 and casts in passes of their own."""
+    R, width = 37 if to is None else len(to.token), 128
+    weight, ends = (None, None) if to is None else (to.weight, to.ends)
+    live = slice(0, R if to is None else int(to.ends[-1]))
+    y, dh, where = plain(device, R, 2 * width), plain(device, R, width), "rows" if to is None else "experts"
+    exact, h, _, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, None, zeros(device), None, None)
+    d, inv, dt, inv_t = cast.cast_blocks(exact, want := zeros(device), GRAD[BLOCK], True, True, ends=ends)
+    _, _, ht, inv_ht = cast.cast_blocks(h, zeros(device), FORWARD[BLOCK], False, True, again=True, ends=ends)
+    assert dt is not None and inv_t is not None and ht is not None and inv_ht is not None
+    ours = swiglu_backward_blocks(dh, y, weight, ends, amax := zeros(device), GRAD[BLOCK], FORWARD[BLOCK])
+    tiles = -(-live.stop // 128)
+    for what, one, other in zip(
+        ("gradient", "its scales", "transposed gradient", "its scales", "transposed copy", "its scales", "amax"),
+        (ours[0][live], ours[1][live], ours[2][:, live], ours[3][:tiles], ours[4][:, live], ours[5][:tiles], amax),
+        (d[live], inv[live], dt[:, live], inv_t[:tiles], ht[:, live], inv_ht[:tiles], want),
+        strict=True,
+    ):
+        same(one, other, f"{what} of SwiGLU in blocks, {where}")
+    near(ours[6].sum(0)[live], dw.sum(0)[live], FP32_SUM, f"gradient of the router's weights, {where}")
 
 
 def experts_casts(device: torch.device, to: Route) -> None:

@@ -78,6 +78,11 @@ def experts_activations(device: torch.device) -> None:
     operands.activations(device, routed(device)[0])
 
 
+def experts_activations_in_blocks(device: torch.device) -> None:
+    """Check SwiGLU's backward pass in one launch over experts' rows."""
+    operands.activations_in_blocks(device, routed(device)[0])
+
+
 def experts_casts(device: torch.device) -> None:
     """Check casts of experts' rows."""
     operands.experts_casts(device, routed(device)[0])

@@ -61,7 +61,7 @@ jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
 from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_schulz, norm, route, swiglu
-from precision.kernels import topk_experts, weights
+from precision.kernels import swiglu_blocks, topk_experts, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = newton_schulz._multiprocessors = lambda device: 132
@@ -124,6 +124,7 @@ if mode == 2:
 if mode == 3:
     cast.cast_blocks(new(R // 2, D), one, back, rows=True, transposed=True, ends=to.ends, token=to.token)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
+    swiglu_blocks.swiglu_backward_blocks(new(R, F), new(R, 2 * F), to.weight, to.ends, one, back, how)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
 weights.cast_weight(new(E, 2 * F, D), floats(E), floats(E), how, None)
 if mode != 2:

@@ -11,6 +11,7 @@ route_kernels = pytest.importorskip("precision.kernels.route", reason="Triton is
 from precision.kernels import cast, grouped_gemm, norm, swiglu  # noqa: E402
 from precision.kernels.common import Cast  # noqa: E402
 from precision.kernels.route import Route  # noqa: E402
+from precision.kernels.swiglu_blocks import swiglu_backward_blocks  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR, ROW, BLOCK = 1, 2, 3
@@ -183,6 +184,36 @@ def test_swiglu(mode: int, experts: bool) -> None:
     near(got, wide.grad[live], 4e-3 if mode in (0, BLOCK) else 0.08, "[dg, du]")
     if experts:
         near(dw.sum(0)[live], factor.grad[live], 1e-4, "dw")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("R", "width", "power_of_two"), [(37, 128, True), (150, 384, False)])
+def test_swiglu_in_blocks_has_the_bits_of_separate_passes(
+    experts: bool, R: int, width: int, power_of_two: bool
+) -> None:
+    torch.manual_seed(R)
+    to = routed()[0] if experts else None
+    R = to.token.shape[0] if to is not None else R
+    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    live = slice(0, int(to.ends[-1]) if to is not None else R)
+    y, dh = random(R, 2 * width) + 0.5, random(R, width)
+    dh[3] *= 1000
+    dh[5:10] = 0
+    how, back = (Cast(fmt, BLOCK, False, 0, power_of_two) for fmt in (E4M3, E5M2))
+    ours = swiglu_backward_blocks(dh, y, weight, ends, amax := zeros(), back, how)
+    exact, h, _, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, None, zeros(), None, None)
+    d, inv, dt, inv_t = cast.cast_blocks(exact, d_amax := zeros(), back, rows=True, transposed=True, ends=ends)
+    _, _, ht, inv_ht = cast.cast_blocks(h, zeros(), how, rows=False, transposed=True, again=True, ends=ends)
+    assert dt is not None and inv_t is not None and ht is not None and inv_ht is not None
+    stop = live.stop if experts else dt.shape[1]  # plain rows: zeros up to whole tiles
+    for one, other in ((ours[0][live], d[live]), (ours[2][:, :stop], dt[:, :stop]), (ours[4][:, :stop], ht[:, :stop])):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    tiles = -(-stop // 128)
+    for one, other in ((ours[1][live], inv[live]), (ours[3][:tiles], inv_t[:tiles]), (ours[5][:tiles], inv_ht[:tiles])):
+        assert torch.equal(one, other)
+    assert amax == d_amax == exact[live].abs().max()
+    if experts:
+        near(ours[6].sum(0)[live], dw.sum(0)[live], 2.0**-16, "dw")
 
 
 @pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])

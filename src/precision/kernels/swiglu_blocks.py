@@ -1,0 +1,97 @@
+"""SwiGLU's backward pass with BLOCK scales in one launch; the equations are in `swiglu`.
+
+A program reads a tile of 128 x 128 of h's gradient, gate and up once, and casts [dg, du] in blocks along rows and along
+columns, and h along columns. In passes of its own, with [dg, du] and h in BF16 between them, this moves 36 bytes per
+element of h instead of 15.5.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.kernels.cast import cast_tile
+from precision.kernels.common import Cast, as_bits, as_words, cdiv, padded_rows
+from precision.kernels.swiglu import given, gradients, groups, read, rows_left, weights_of
+
+
+@triton.jit
+def _narrow(x):
+    """Return BF16 of FP32 numbers that are BF16 already: half of the registers."""
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _tile(loaded, weight, r, R, GROUPS: tl.constexpr):
+    """Return `gradients` of loaded numbers in BF16, the last one summed over the columns."""
+    w = weights_of(weight, r, R, GROUPS)
+    one, g, u = loaded
+    dg, du, h, addend = gradients(one.to(tl.float32), g.to(tl.float32), u.to(tl.float32), w[:, None])
+    return _narrow(dg), _narrow(du), _narrow(h), tl.sum(addend, 1)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _backward_kernel(
+    dh, y, d, dt, ht, dw, weight, ends, amax, inv, inv_t, inv_ht, R, F, R4, COLUMNS,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
+    column = tl.program_id(0) % COLUMNS
+    if row * 128 < rows_left(ends, R4 * 4, GROUPS):
+        r = row * 128 + tl.arange(0, 32) * 4
+        c = column * 128 + tl.arange(0, 128)
+        # all loads are issued before the first is used, so that their latencies overlap
+        l0 = read(dh, y, r, c, R, F)
+        l1 = read(dh, y, r + 1, c, R, F)
+        l2 = read(dh, y, r + 2, c, R, F)
+        l3 = read(dh, y, r + 3, c, R, F)
+        g0, u0, h0, s0 = _tile(l0, weight, r, R, GROUPS)
+        g1, u1, h1, s1 = _tile(l1, weight, r + 1, R, GROUPS)
+        g2, u2, h2, s2 = _tile(l2, weight, r + 2, R, GROUPS)
+        g3, u3, h3, s3 = _tile(l3, weight, r + 3, R, GROUPS)
+        if GROUPS > 0:
+            at = dw + column.to(tl.int64) * R + r
+            tl.store(at, s0)
+            tl.store(at + 1, s1)
+            tl.store(at + 2, s2)
+            tl.store(at + 3, s3)
+        cast_tile(
+            (g0, g1, g2, g3), d, dt, amax, inv, inv_t, row, column, R, 2 * F, R4,
+            F8, LIMIT, HEADROOM, POW2, True, True, False,
+        )  # fmt: skip
+        cast_tile(
+            (u0, u1, u2, u3), d, dt, amax, inv, inv_t, row, COLUMNS + column, R, 2 * F, R4,
+            F8, LIMIT, HEADROOM, POW2, True, True, False,
+        )  # fmt: skip
+        cast_tile(
+            (h0, h1, h2, h3), ht, ht, None, inv_ht, inv_ht, row, column, R, F, R4,
+            H8, H_LIMIT, HEADROOM, POW2, False, True, True,
+        )  # fmt: skip
+
+
+def swiglu_backward_blocks(
+    dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, amax: Tensor, how: Cast, how_h: Cast
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return d [R, 2F] FP8 and its inverse scales [R, 2F / 128], d_t [2F, R'] and [R' / 128, 2F], h_t [F, R'] and [R' /
+    128, F], and the weights' gradients in parts [F / 128, R] FP32. Raises the arena row `amax` of d.
+
+    dh [R, F], y [R, 2F] BF16, F a multiple of 128. The results are the bits of `swiglu_backward_rows` in BF16 and
+    `cast_blocks`, with h's copy cast from its FP8 numbers.
+    """
+    (R, F), device = dh.shape, dh.device
+    Rt, columns = padded_rows(R), cdiv(F, 128)
+    assert F % 128 == 0 and (how.margin, how.power_of_two) == (how_h.margin, how_h.power_of_two)
+    d = torch.empty(R, 2 * F, device=device, dtype=how.fmt.dtype)
+    dt = torch.empty(2 * F, Rt, device=device, dtype=how.fmt.dtype)
+    ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
+    inv = torch.empty(2 * columns, R, device=device)
+    inv_t = torch.empty(Rt // 128, 2 * F, device=device)
+    inv_ht = torch.empty(Rt // 128, F, device=device)
+    dw = torch.empty(columns if weight is not None else 0, R, device=device)
+    _backward_kernel[(columns * (Rt // 128),)](
+        dh, y, d, as_words(dt), as_words(ht), dw, given(weight, y), given(ends, y), as_bits(amax), inv, inv_t, inv_ht,
+        R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"], H_LIMIT=how_h.fmt.max, GROUPS=groups(ends),
+        num_warps=16, maxnreg=128,
+    )  # fmt: skip
+    return d, inv.t(), dt, inv_t, ht, inv_ht, dw
