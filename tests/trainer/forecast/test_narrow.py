@@ -10,7 +10,7 @@ from trainer.config.sections import GpuChoice
 from trainer.forecast.cost import RATES
 from trainer.forecast.gpus import target
 from trainer.forecast.header import time_line
-from trainer.forecast.narrow import OVERHEAD, account, slowdown
+from trainer.forecast.narrow import OVERHEAD, _moved_bytes, account, slowdown
 from trainer.forecast.preflight import check
 from trainer.parallel.mesh import Degrees
 
@@ -41,6 +41,17 @@ def test_the_account_has_all_flops_and_the_time_of_the_measured_model(recipe: st
     assert flops == pytest.approx(flops_per_token(config.model, 4096), rel=1e-3), "norms' gains are not in it"
     fp8 = recipe != "bf16"
     assert core + OVERHEAD[fp8] * others == pytest.approx(flops / RATES[fp8] / 1e12, rel=1e-3)
+
+
+def test_a_feature_of_swiglu_moves_18_bytes() -> None:
+    """In BF16: gate and up read, a product written; backward also its gradient read, three written."""
+    moved = []
+    for width in (1408, 2816):
+        config, plan = on_h200("+recipe=bf16", *WIDE_MODEL, f"model.moe_intermediate_size={width}")
+        moved.append(_moved_bytes(config.model, plan))
+    c = config.model
+    rows = c.num_moe_blocks * (c.num_experts_per_token + c.num_shared_experts)
+    assert moved[1] - moved[0] == 18 * 1408 * rows
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
