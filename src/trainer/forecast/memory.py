@@ -203,7 +203,8 @@ def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) 
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Return the parameters outside the routed experts, and in them; of a pipeline stage its own."""
     m = config
-    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * m.num_moe_blocks
+    rows = (row for row in plan.gemms.values() if row.op == "moe.experts")
+    experts = sum(row.in_features * row.out_features * row.groups for row in rows)
     head = plan.gemms["lm_head"]
     others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # embedding and head count once
     return others + head.in_features * head.out_features, experts

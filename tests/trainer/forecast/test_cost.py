@@ -11,11 +11,13 @@ import torch
 from composed import config_of
 
 from models import DeepSeek
+from models.config import Activation
 from models.flops import arriving
 from precision import Plan
 from trainer.config import Config, Dispatch, GpuChoice, PipelineSchedule, Recompute, Switch
 from trainer.forecast.cost import DRAG, HOST, SPARE, SYMMETRIC, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
+from trainer.forecast.expert_messages import buffer_bytes
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import forecast_memory, parameters
 from trainer.forecast.muon import busiest
@@ -37,6 +39,17 @@ def moonlight() -> tuple[Config, Plan]:
     with torch.device("meta"):
         DeepSeek(config.model, plan)
     return config, plan
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_parameters_in_experts_and_outside_are_those_of_the_model(activation: Activation) -> None:
+    """xIELU's two numbers an expert count outside."""
+    config = config_of(["model=moonlight_16b", f"model.activation={activation.value}"])
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in DeepSeek(config.model, plan).named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name and name.endswith(".weight"))
+    assert parameters(plan, config=config.model) == (sum(sizes.values()) - experts, experts)
 
 
 def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
@@ -110,6 +123,18 @@ def test_ranks_wait_for_tokens_as_the_dispatch_that_a_run_takes(
     in_slots = dispatch in (Dispatch.auto, Dispatch.symmetric, Dispatch.slots)
     exact = cost(with_(config, dispatch=Dispatch.all_to_all), plan, near.degrees, H200S)
     assert (near.memory > exact.memory) is in_slots
+
+
+def test_buffers_hold_the_rows_of_each_hop(moonlight: tuple[Config, Plan]) -> None:
+    """Rows that arrive on 16 ranks; in two hops also those that arrive on the 2 nodes."""
+    degrees, tokens = Degrees(shard=16, expert=16), 2 * 4096
+    one, two = (
+        buffer_bytes(with_(moonlight[0], dispatch=way), moonlight[1], degrees, tokens)
+        for way in (Dispatch.all_to_all, Dispatch.two_hops)
+    )
+    to_ranks, to_nodes = (n * (1 - (1 - 1 / n) ** 6) for n in (16, 2))
+    assert one == pytest.approx(2 * tokens * to_ranks * 2048 * 2)
+    assert two / one == pytest.approx((to_ranks + to_nodes) / to_ranks)
 
 
 def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, Plan]) -> None:
