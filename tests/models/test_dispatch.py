@@ -266,9 +266,10 @@ if __name__ == "__main__":
 
 
 def test_a_run_uses_slots_when_the_need_has_settled_and_fits_them_to_it() -> None:
-    """Routing that grows by less than an eighth between reviews fits. A peak of the first steps is forgotten."""
+    """Routing that grows by less than an eighth between reviews fits. A peak of the first steps is forgotten. A need
+    of 93 % of the room (2.8 of 3) starts the count of calm reviews again."""
     slots = Slots(SimpleNamespace(group=None), 1.25, torch.zeros(()), OBSERVED)  # type: ignore[arg-type]
-    for need, observing in ((2.0, 2), (4.0, 2), (2.4, 1), (1.5, 0)):
+    for need, observing in ((2.0, 2), (4.0, 2), (2.4, 1), (2.8, 2), (2.4, 1), (1.5, 0)):
         slots.fit(need / slots.capacity)
         assert (slots.observing, slots.capacity) == (observing, pytest.approx(max(1.25, SPARE * need)))
     slots.fit(1.0 / slots.capacity)  # in slots: room that was made stays

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import composed
 import pytest
@@ -18,6 +19,7 @@ from models.two_hops import TwoHopDispatcher
 from precision.errors import UserError
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_max
+from trainer.parallel.shard_views import local
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import train_step
 
@@ -28,18 +30,27 @@ CASES = {"fp32": ["precision=fp32"], "recomputed": ["precision=fp32", "recompute
 CASES |= {"fp8_delayed": ["precision=fp8_delayed"], "fp8_block": ["precision=fp8_block"]}
 WAYS = "all_to_all", "two_hops"
 STEPS = 3
+OPERAND = "layers.1.moe.experts.down:input"
+Made = dict[str, Any]
 
 
-def train(engine: Engine, world: World) -> list[float]:
-    """Losses of some steps."""
-    generator, losses = torch.Generator().manual_seed(3), []
+def train(engine: Engine, world: World) -> Made:
+    """Losses of some steps, and the first step's amax of the experts' activations in the first layer that has experts.
+    Tokens of rank 0 have an outlier, which gives the ranks different amaxes of their own."""
+    generator, losses, amax = torch.Generator().manual_seed(3), [], 0.0
+    if world.is_first:
+        with torch.no_grad():
+            local(engine.model.embed.weight)[0] = torch.eye(64)[0]
     for step in range(1, STEPS + 1):
-        tokens = torch.randint(0, 512, (4, 33), generator=generator)
+        tokens = torch.randint(1, 512, (4, 33), generator=generator)
+        tokens[0, ::4] = 0
         result = train_step(engine, step, engine.share_of(tokens), 1)
         assert bool(result.verdict.ok)
         losses.append(float(result.metrics["loss/total"]))
+        if step == 1 and OPERAND in engine.arena.names:
+            amax = float(engine.arena.amax[engine.arena.names.index(OPERAND)])
     assert len(set(map(str, world.gather(losses)))) == 1, "the same on every rank"
-    return losses
+    return {"losses": losses, "amax": amax}
 
 
 def main(out: Path) -> None:
@@ -66,15 +77,23 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(ask_ranks: Callable[..., dict[int, dict[str, list[float]]]]) -> dict[str, list[float]]:
+def runs(ask_ranks: Callable[..., dict[int, dict[str, Made]]]) -> dict[str, Made]:
     return ask_ranks(__file__, [4])[4]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_in_two_hops_is_the_same_run(name: str, losses: dict[str, list[float]]) -> None:
+def test_a_run_in_two_hops_is_the_same_run(name: str, runs: dict[str, Made]) -> None:
     """In FP8, up to the rounding of a node's sums to BF16, of 2^-9."""
-    theirs, ours = (losses[f"{name} {way}"] for way in WAYS)
+    theirs, ours = (runs[f"{name} {way}"]["losses"] for way in WAYS)
     assert ours == pytest.approx(theirs, rel=1e-6 if CASES[name][0] == "precision=fp32" else 2**-9)
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block"])
+def test_experts_are_given_the_same_numbers_under_one_scale_of_all_ranks(name: str, runs: dict[str, Made]) -> None:
+    """In the first layer with experts nothing has been summed yet: two factors of BF16, of 2^-8 each, and their
+    product."""
+    theirs, ours = (runs[f"{name} {way}"]["amax"] for way in WAYS)
+    assert 0 < ours == pytest.approx(theirs, rel=3 * 2**-8)
 
 
 if __name__ == "__main__":
