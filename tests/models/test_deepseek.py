@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -87,11 +88,13 @@ def test_router_bias_moves_against_the_load_if_the_step_is_good(build: Build) ->
     for now, was in zip(model.router_bias, before, strict=True):
         torch.testing.assert_close(now - was, torch.tensor([-0.001, 0.001, 0, 0, 0, 0, 0, 0]), atol=1e-7, rtol=0)
     zero_mean = build(router_bias_zero_mean=True)
-    uneven = torch.tensor([[9, 1, 1, 1, 1, 1, 1, 1]] * model.config.num_moe_blocks)
+    # the mean of 1 and seven times -1 is -0.75, of twice 1 and six times -1 -0.5: each block has its own
+    steps = {(9, *[1] * 7): [-0.00175] + [0.00025] * 7, (9, 9, *[1] * 6): [-0.0015] * 2 + [0.0005] * 6}
+    uneven = list(islice(cycle(steps), model.config.num_moe_blocks))
     before = [b.clone() for b in zero_mean.router_bias]
-    zero_mean.update_router_bias(uneven, torch.tensor(True))
-    for now, was in zip(zero_mean.router_bias, before, strict=True):  # the mean of 1 and seven times -1 is -0.75
-        torch.testing.assert_close(now - was, torch.tensor([-0.00175] + [0.00025] * 7), atol=1e-7, rtol=0)
+    zero_mean.update_router_bias(torch.tensor(uneven), torch.tensor(True))
+    for now, was, row in zip(zero_mean.router_bias, before, uneven, strict=True):
+        torch.testing.assert_close(now - was, torch.tensor(steps[row]), atol=1e-7, rtol=0)
     softmax = build(router_scoring=RouterScoring.softmax, router_bias_update_rate=0.0)
     assert softmax.router_bias == []
     softmax.update_router_bias(load, torch.tensor(True))

@@ -144,7 +144,7 @@ def test_a_depth_is_given_nothing_of_the_next_document(build: Build) -> None:
     model = masked(build(num_mtp_layers=3))
     tokens = packed([[20, 20]])
     changed = tokens.clone()
-    changed[:, 22:] = (changed[:, 22:] + 11 - 8) % 88 + 8
+    changed[:, 21:] = (changed[:, 21:] + 11 - 8) % 88 + 8  # all behind the end-of-text at 20
     for before, after in zip(depth_states(model, tokens), depth_states(model, changed), strict=True):
         assert torch.equal(before[:, :20], after[:, :20])
         assert not torch.equal(before[:, 20:], after[:, 20:])
