@@ -141,8 +141,9 @@ def test_the_ladder_hears_of_an_overflow_only_at_the_smallest_scale(config: Conf
     assert (last["recovery/skipped_steps"], last["recovery/loss_scale_skips"]) == (4, 2)
 
 
-def test_a_nan_of_the_forward_pass_is_no_overflow(config: Configs) -> None:
-    engine = build_engine(config(FP16, "debug.inject={step: 2, where: activation, value: nan}"), CPU)
+@pytest.mark.parametrize("where", ["activation", "loss"])
+def test_a_nan_of_the_forward_pass_is_no_overflow(config: Configs, where: str) -> None:
+    engine = build_engine(config(FP16, f"debug.inject={{step: 2, where: {where}, value: nan}}"), CPU)
     verdict = trained(engine, 2)[1].verdict
     assert not bool(verdict.ok) and not bool(verdict.overflow) and int(engine.guard.overflowed) == 0
     assert engine.loss_scale is not None and float(engine.loss_scale.scale) == 2**15, "as GradScaler: a bad step"

@@ -5,7 +5,8 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.config import Config
 from trainer.data import Loader, load_tokenizer, prepare
 from trainer.launch.world import World
+from trainer.parallel.mesh import Degrees
 from trainer.recovery import diagnosis
-from trainer.recovery.diagnosis import BadStep, Diagnosis
-from trainer.step.engine import build_engine
+from trainer.recovery.diagnosis import BadStep, Diagnosis, Origin
+from trainer.step.engine import Engine, build_engine
 from trainer.step.guard import Verdict
 from trainer.step.step_snapshot import KEPT
 from trainer.step.train_step import train_step
@@ -62,6 +64,20 @@ def test_a_text_that_cannot_be_read_costs_the_text_and_not_the_run(
     _, event = event_of(config(*FP8, fault("activation")))
     assert event["windows"] == [4, 4] and len(event["tokens"]) == 1 and "text" not in event
     assert "cannot be read" in event["message"]
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(shard=2), Degrees(shard=2, context=3), Degrees(replicate=2, shard=2, tensor=2)]
+)
+def test_the_sequences_of_a_microbatch_are_those_that_its_rank_reads(degrees: Degrees) -> None:
+    batch = torch.arange(6 * degrees.data)
+    engine = cast(Any, SimpleNamespace(degrees=degrees))
+    diagnosis = cast(Any, SimpleNamespace(_engine=engine, microbatch_size=2))
+    for rank in range(degrees.world):
+        engine.world = SimpleNamespace(rank=rank)
+        part, parts = cast(Any, Engine.data_share).fget(engine)
+        for microbatch, expected in enumerate(batch.chunk(parts)[part].split(2)):
+            assert torch.equal(batch[Diagnosis._rows_of(diagnosis, Origin(rank, microbatch), len(batch))], expected)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
