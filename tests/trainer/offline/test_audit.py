@@ -15,8 +15,11 @@ from models import DeepSeek, ModelConfig
 from models.matrices import division
 from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
-from precision.config import BackendChoice, RulesException
+from precision.config import BackendChoice, Method, RulesException
 from precision.hardware import Gpu
+from precision.linear import quantize
+from precision.rows import GemmRecipe
+from precision.scaling import Slot
 from trainer.config import Coefficients, Iteration, Moments, MuonConfig, OptimConfig, Schedule
 from trainer.offline.audit import Audit, Finding, audit
 from trainer.offline.audit.accumulation import probe
@@ -133,6 +136,18 @@ def test_each_product_of_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("precision.fp8_attention._quantize_probabilities", uncast)
     wrong = {finding.name.partition(".core ")[2] for finding in run("fp8_full") if not finding.agrees}
     assert wrong == {"O = P v forward", "dV = P^T dO backward"}
+
+
+def test_an_operand_of_attention_under_its_own_amax_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """v alone, in a recipe whose scales come from histories."""
+
+    def own(x: torch.Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[torch.Tensor, torch.Tensor]:
+        current = dataclasses.replace(recipe, scaling=dataclasses.replace(recipe.scaling, method=Method.current))
+        return quantize(x, slot, current if slot.names[0].endswith(".core:v") else recipe)
+
+    monkeypatch.setattr("precision.fp8_attention.quantize", own)
+    wrong = {finding.name.partition(".core ")[2] for finding in run("fp8_full") if not finding.agrees}
+    assert wrong == {"O = P v forward", "dP = dO v^T backward"}
 
 
 def test_a_norm_in_bf16_is_noticed() -> None:
