@@ -10,15 +10,15 @@ from precision.config import Precision, RulesException
 Recipe = Callable[..., PrecisionConfig]
 
 
-def resolve(config: PrecisionConfig, layers: int = 3) -> Plan:
-    """A small model's rows: dense and MoE blocks, the head."""
+def resolve(config: PrecisionConfig, layers: int = 3, first: str = "gate_up") -> Plan:
+    """A small model's rows: dense and MoE blocks, the head. first: GEMM of the experts."""
     plan = Plan(config, layers)
     plan.tensor("residual", "residual")
     for i in range(layers):
         plan.gemm(f"layers.{i}.attn.q", "attn.q", 64, 96)
         plan.gemm(f"layers.{i}.attn.kv_a", "attn.kv_a", 64, 40)
         plan.gemm(f"layers.{i}.moe.router", "moe.router", 64, 5)
-        plan.gemm(f"layers.{i}.moe.experts.gate_up", "moe.experts", 64, 128, groups=5, rows_per_token=2)
+        plan.gemm(f"layers.{i}.moe.experts.{first}", "moe.experts", 64, 128, groups=5, rows_per_token=2)
         plan.tensor(f"layers.{i}.moe.dispatch", "moe.dispatch")
     plan.gemm("mtp.0.proj", "mtp.proj", 128, 64)
     plan.gemm("lm_head", "lm_head", 64, 100)
@@ -59,11 +59,12 @@ def test_first_and_last_blocks_stay_in_bf16(recipe: Recipe) -> None:
     assert plan.gemms["layers.0.attn.q"].decided_by == "first_blocks: 1"
 
 
-def test_exception_by_name(recipe: Recipe) -> None:
+@pytest.mark.parametrize("first", ["gate_up", "up"])
+def test_exception_by_name(recipe: Recipe, first: str) -> None:
     config = recipe("fp8_jit")
     config.rules.exceptions = [RulesException("layers.*.moe.experts.*", Precision.bf16)]
-    plan = resolve(config)
-    assert formats(plan, "layers.2.moe.experts.gate_up")[0] == "bf16"
+    plan = resolve(config, first=first)
+    assert formats(plan, f"layers.2.moe.experts.{first}")[0] == "bf16"
     assert plan.tensors["layers.2.moe.dispatch"].decided_by == "follows moe.experts", "nothing reads FP8 there"
     assert formats(plan, "layers.2.attn.q")[0] == "e4m3"
 

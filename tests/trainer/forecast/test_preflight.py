@@ -281,6 +281,8 @@ def test_smaller_microbatches_leave_evaluations_as_long_as_they_were(config: Mak
     for ranks, size, batches in ((1, 8, 3), (2, 4, 6), (8, 1, 24)):
         shared = with_fitting_microbatch(made, resolve(made.parallel, ranks))
         assert (shared.trainer.microbatch_size, shared.eval.batches) == (size, batches)
+    made = config("parallel=fsdp", "trainer.microbatch_size=4", "trainer.global_batch_size=12", "eval.batches=1")
+    assert with_fitting_microbatch(made, resolve(made.parallel, 4)).eval.batches == 2, "4 windows, 3 at a time"
     every = config("parallel=fsdp", "trainer.microbatch_size=4", "trainer.global_batch_size=4", "eval.batches=null")
     assert with_fitting_microbatch(every, resolve(every.parallel, 2)).eval.batches is None
 

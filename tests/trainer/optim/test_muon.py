@@ -19,7 +19,7 @@ from trainer.forecast.muon import muon_size
 from trainer.forecast.preflight import check
 from trainer.optim import muon as muon_module
 from trainer.optim.adamw import LearningRate
-from trainer.optim.build_optimizer import muon_rows
+from trainer.optim.build_optimizer import muon_layouts, muon_rows
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import orthogonalise, polynomials
 from trainer.optim.owners import layout
@@ -152,6 +152,20 @@ def test_logical_matrices_move_as_parameters_of_their_own(
         torch.testing.assert_close(ours, model.weight.detach(), rtol=1e-5, atol=1e-5)  # type: ignore[operator]
     if len(division.rows) > 1 or division.columns > 1:
         assert not torch.allclose(fused[0].weight, whole[0].weight, atol=1e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degrees", [Degrees(shard=4), Degrees(2, 2, 4), Degrees(shard=2, tensor=4)], ids=str)
+def test_the_forecast_counts_the_parts_of_a_rank(degrees: Degrees) -> None:
+    made = config_of(["model=moonlight_16b", "optim=muon_wsd"])
+    plan = Plan(made.precision, made.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(made.model, plan)
+    held = [0] * degrees.world
+    for each in muon_layouts(made, plan, degrees).values():
+        for part in each.parts:
+            for rank in part.ranks:
+                held[rank] += (part.end - part.begin) * part.columns
+    assert muon_size(made, plan, degrees).elements == sum(held) / degrees.world
 
 
 @pytest.mark.parametrize("name", ["moonlight_16b", "deepseek_v3"])
