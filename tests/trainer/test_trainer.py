@@ -17,7 +17,7 @@ import torch
 from pairwise import pairwise
 
 from trainer.config import Config
-from trainer.run.resume_source import check_origin
+from trainer.run.resume_source import check_origin, checkpoint_origin, moved_rate
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -247,6 +247,8 @@ def test_a_resumed_run_prints_a_learning_rate_that_moves(config: Configs) -> Non
     train(config(*words, "run.name=same"))
     train(config(*words, "trainer.max_steps=12"))
     line = "learning rate of step 4: 0.0005 -> 0.000889: the schedule spans the whole run, 6 -> 12 steps"
+    skipped = moved_rate(checkpoint_origin(config(*words), ""), config(*words, "trainer.max_steps=12"), 3, committed=2)
+    assert skipped == line, "the decay counts skipped steps"
     for name, expected in (("same", []), ("run", [line])):
         events = lines(run.with_name(name) / "events.jsonl")
         said = [line["message"] for line in events if line["message"].startswith("learning rate")]

@@ -207,6 +207,12 @@ def test_without_tensors_the_worst_of_a_line_is_judged(alerts_with: Callable) ->
     assert alert.rule == "saturated" and "of a tensor in FP8" in alert.message and alert.tensor is None
 
 
+def test_a_loss_has_risen_when_three_lines_in_a_row_are_high(alerts_with: Callable) -> None:
+    alerts = alerts_with(loss_rise=1.0)
+    losses = enumerate([2.0, 2.0, 2.0, 4.0, 4.0, 2.0, 4.0, 4.0, 4.0], start=1)
+    assert [a.step for step, loss in losses for a in alerts.check({"step": step, "loss/lm": loss})] == [9]
+
+
 def test_a_spike_that_is_seen_does_not_hide_the_next(a_run: Callable, raised: Callable) -> None:
     def twice(step: int, metrics: Metrics, inside: Metrics) -> None:
         if step in (2000, 2200):
