@@ -24,7 +24,7 @@ GEMM = {False: 719e12, True: 1434e12}
 """FLOP/s of GEMMs alone, in BF16 and FP8: the `limit` of Moonlight's step there, without its core (2.65 ms a block)."""
 BANDWIDTH = 4.8e12
 """Bytes a second, according to NVIDIA."""
-OVERHEAD = {False: 1.189, True: 1.248}
+OVERHEAD = {False: 1.189, True: 1.290}
 """In BF16 and FP8."""
 
 
@@ -47,17 +47,20 @@ def account(model: ModelConfig, plan: Plan, length: int, tokens: float) -> tuple
 
 
 def _moved_bytes(model: ModelConfig, plan: Plan) -> float:
-    """Return the bytes a token that norms, residual sums, rotation, SwiGLU, experts' rows, casts and the loss read and
-    write, in BF16."""
+    """Return the bytes a token that norms, residual sums, rotation, activations, experts' rows, casts and the loss read
+    and write, in BF16; casts write FP8."""
     c, blocks = model, len(plan.cores)
     numbers = 8.0 * (2 * blocks + 1) * c.hidden_size  # norm: x, y; sum: two read, one written; backward: x, dy, dx
     numbers += 8.0 * blocks * 2 * c.num_heads * c.qk_head_dim  # q and k, read and written, in both passes
     numbers += 8.0 * c.num_moe_blocks * c.num_experts_per_token * c.hidden_size  # gathered, summed, and both backward
     numbers += 2.0 * c.vocab_size * (1 + c.num_mtp_layers)  # logits read, their gradient written
     moved = 2 * numbers
-    for row in plan.gemms.values():
-        if row.name.endswith(".gate_up"):  # 2 I read, I written; backward 3 I read, 3 I written
-            moved += 2 * 4.5 * row.out_features * row.rows_per_token
-        if row.recipe.is_fp8:  # dy in BF16 read, and written in two layouts
-            moved += 4 * row.out_features * row.rows_per_token
+    for name, row in plan.gemms.items():
+        outputs, layer = row.out_features * row.rows_per_token, name.rpartition(".")[2]
+        if layer == "gate_up":  # outputs 2 I; SwiGLU reads 2 I, writes I; backward reads 3 I, writes 3 I (in FP8 5 I)
+            moved += (8 if row.recipe.is_fp8 else 9) * outputs
+        elif row.recipe.is_fp8:  # dy in BF16 read, and written in two layouts
+            moved += 4 * outputs
+        if layer == "up":  # without a gate: x read, h written; backward x and dh read, dx written
+            moved += 10 * outputs
     return moved
