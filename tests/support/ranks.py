@@ -25,7 +25,9 @@ def joined() -> Iterator[World]:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    yield World(torch.device("cpu"), rank, rank, size, size)
+    world = World(torch.device("cpu"), rank, rank, size, size)
+    yield world
+    world.barrier()  # rank 0 keeps the store, which the others may still read while they build a group
     dist.destroy_process_group()
 
 
@@ -41,9 +43,11 @@ def run_cases(cases: Mapping[int, Mapping[str, Case]], train: Callable[[str, Cas
         if store is not None:  # groups of its own, because each has threads and sockets
             dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=size)
             control = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        found[name] = train(name, case, World(torch.device("cpu"), rank, rank, size, size, control=control))
+        world = World(torch.device("cpu"), rank, rank, size, size, control=control)
+        found[name] = train(name, case, world)
         if rank == 0:
             out.write_text(json.dumps(found))
+        world.barrier()
         if store is not None:
             dist.destroy_process_group()
 
