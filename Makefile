@@ -18,8 +18,8 @@ RECIPE := $(if $(wildcard /dev/nvidiactl),fp8_delayed,[cpu_demo,fp8_delayed])
 ARGS :=
 PYTEST_ARGS :=
 CONSTRAINTS := constraints.txt constraints-$(if $(wildcard /dev/nvidiactl),cuda,cpu).txt
-# tests that take times of a GPU, which mean something only while one process uses it
-TIMED := tests/gpu/test_health_kernels.py tests/gpu/test_adamw.py
+# tests that measure a GPU's time or power, which means something only while one process uses it
+TIMED := tests/gpu/test_health_kernels.py tests/gpu/test_adamw.py tests/gpu/test_power.py
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 # the interpreter for .venv: make train PYTHON=python3.12
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \

@@ -41,10 +41,15 @@ def large(shared_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="session")
-def milliseconds() -> Callable[[Callable[[], object]], float]:
-    """milliseconds(run): median time of the GPU for one call; meaningful only while no other process uses the GPU."""
+def alone() -> None:
+    """Skip what measures time or power while other workers use the GPU."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-        pytest.skip("several workers share the GPU, so that no time means anything: run this without -n")
+        pytest.skip("several workers share the GPU, so that no time or power means anything: run this without -n")
+
+
+@pytest.fixture(scope="session")
+def milliseconds(alone: None) -> Callable[[Callable[[], object]], float]:
+    """milliseconds(run): median time of the GPU for one call; meaningful only while no other process uses the GPU."""
 
     def measure(run: Callable[[], object]) -> float:
         run()

@@ -64,7 +64,7 @@ def test_its_numbers_are_of_a_gpu_at_work(gpu: Gpu) -> None:
         assert 4 * 50 < now - rest < 8 * 1000
 
 
-def test_energy_rises_with_the_load(gpu: Gpu) -> None:
+def test_energy_rises_with_the_load(gpu: Gpu, alone: None) -> None:
     spent = []
     for busy in (False, True):
         time.sleep(1.0)
