@@ -183,12 +183,14 @@ class _Ffn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, carrier, weight1, weight2, weight, add, *fixed) -> Tensor:
         from precision.kernels import ffn_ops
+        from precision.kernels.common import by_block
 
         f = _Fixed(*fixed)
         none = f.x.new_empty(0, dtype=torch.float32)
         unseen = f.x.new_empty(1, dtype=torch.float32)
         x = f.x.reshape(-1, f.x.shape[-1])
-        inv = none if f.x_inv is None else f.x_inv.reshape(-1, f.x_inv.shape[-1]) if f.x_inv.dim() else f.x_inv
+        inv = none if f.x_inv is None else f.x_inv
+        inv = by_block(inv.reshape(-1, inv.shape[-1])) if inv.dim() > 1 else inv
         y, *kept = ffn_ops.ffn_forward(
             x, inv, f.w1, _or(f.w1_inv, none), f.w2, _or(f.w2_inv, none), _or(f.expert, none), _or(weight, none),
             _or(add, none), _or(f.h_scale, none), _or(f.h_amax, unseen), f.how, f.choices, f.h_place,

@@ -20,7 +20,7 @@ from torch import Tensor
 from precision.backends.interface import GradOperand, WeightOperand
 from precision.formats import Format
 from precision.kernels import ffn_ops, ops
-from precision.kernels.common import MODES, Cast
+from precision.kernels.common import MODES, Cast, by_block
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight, transpose_weight
@@ -135,6 +135,7 @@ class CudaBackend:
             if offsets is not None:
                 return _grouped_mm(dy.data.t(), x, offs=offsets).to(out)
             return plain_wgrad(dy.data, x, out)
+        x_inv = by_block(x_inv)
         if offsets is not None:
             return grouped_wgrad(
                 dy.data, dy.scale_inv, dy.exact, x, x_inv, offsets,
@@ -162,6 +163,7 @@ class CudaBackend:
             if out != a.dtype and a.is_cuda:
                 return torch.mm(a, w.t(), out_dtype=out)
             return (a.to(out) @ w.to(out).t()) if out != a.dtype else a @ w.t()
+        a_inv = by_block(a_inv)
         if offsets is not None:
             how = cast_of(recipe, recipe.input).text
             return grouped_nt(a, a_inv, w, w_inv, offsets, how, recipe.sums_fast).to(out)

@@ -81,6 +81,12 @@ def as_words(data: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
+def by_block(inv: Tensor) -> Tensor:
+    """Return inverse scales [R, blocks] as the kernels read them: stored [blocks, R], which scales of gathered rows or of
+    some of the rows are not. Others are returned as they are."""
+    return inv.t().contiguous().t() if inv.dim() else inv
+
+
 def chunk_table(counts: Sequence[int]) -> Tensor:
     """Return [sum of counts, 2] int32: the tensor of each program, and its chunk of it; counts: chunks of each
     tensor."""

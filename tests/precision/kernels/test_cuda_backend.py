@@ -12,6 +12,7 @@ from precision import (
     GemmRow,
     GroupedLinear,
     Linear,
+    Operand,
     Plan,
     PrecisionConfig,
     ScalingArena,
@@ -19,8 +20,10 @@ from precision import (
     bind,
     expert_ffn,
     gated_ffn,
+    linear_cross_entropy,
     rms_norm,
 )
+from precision.activation import Gelu
 from precision.scaling import step_scale
 
 pytest.importorskip("triton", reason="Triton is missing")
@@ -61,7 +64,7 @@ class Layers(nn.Module):
         self.downs = GroupedLinear(row("moe.experts.down", "moe.experts", inner, width, experts))
         self.gain = nn.Parameter(torch.ones(width))
         self.kernels = backend
-        self.feed = Feed(self.up, self.ups, tensor=True)
+        self.feed, self.grouped_feed = Feed(self.up, self.ups, tensor=True), Feed(self.grouped)
         self.down_feed, self.downs_feed = Feed(self.down), Feed(self.downs)
         self.plan = plan
 
@@ -206,6 +209,60 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
         return [y.detach(), x.grad, weight.grad, add.grad]
 
     compare(recipe, name, (width, inner, experts), run)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
+def test_experts_without_a_gate_read_gathered_scales(recipe: Recipe, name: str) -> None:
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, 21, 144)
+        expert = torch.stack([torch.randint(2, (21,)), torch.full((21,), 2)], 1).to(DEVICE)
+        weight = torch.rand(21, 2).to(DEVICE).requires_grad_()
+        y = expert_ffn(
+            rms_norm(x, layers.gain, 1e-6, layers.grouped_feed, layers.kernels), expert, weight, layers.grouped,
+            layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
+            accumulate=torch.float32, add=None, activation=Gelu(),
+        )  # fmt: skip
+        y.backward(gradient(y))
+        assert x.grad is not None and weight.grad is not None
+        return [y.detach(), x.grad, weight.grad]
+
+    compare(recipe, name, (144, 80, 3), run)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
+def test_a_head_in_chunks_reads_the_scales_of_its_rows(
+    recipe: Recipe, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"_CHUNK_BYTES": 1, "_MIN_ROWS": 16, "_ROUND": 1}.items():
+        monkeypatch.setattr(f"precision.head.{key}", value)
+
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        h = draw(step, 37, 144)
+        loss = linear_cross_entropy(h[None], layers.alone, torch.randint(80, (1, 37), device=DEVICE))
+        loss.backward()
+        assert h.grad is not None
+        return [loss.detach(), h.grad]
+
+    compare(recipe, name, (144, 80, 2), run)
+
+
+def test_operands_of_the_reference_backend_are_the_same_ones(recipe: Recipe) -> None:
+    """A Feed may serve both backends, where the kernels of one kind of layer are refused."""
+    layers, _ = build(recipe("fp8_block"), "cuda", 144, 80, 2)
+    x, expert = draw(0, 21, 144).detach(), torch.arange(42, device=DEVICE).view(21, 2) % 2
+    made = []
+    for backend in ("cuda", "reference"):
+        assert layers.feed.recipe is not None
+        layers.feed.recipe = replace(layers.feed.recipe, backend=backend)
+        operand, weight = rms_norm(x, layers.gain, 1e-6, layers.feed), torch.ones(21, 2, device=DEVICE)
+        assert isinstance(operand, Operand)
+        y = expert_ffn(
+            operand, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None,
+            combine=torch.bfloat16, accumulate=torch.float32, add=None,
+        )  # fmt: skip
+        made.append((operand.data.float(), operand.scale_inv, y))
+    for ours, theirs in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
