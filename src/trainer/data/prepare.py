@@ -33,13 +33,7 @@ from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT
 from trainer.data.finish import REVISIONS, finish, tidy
 from trainer.data.packing import PackedShard, Packing, PackJob, read_done
-from trainer.data.prepared import (
-    SUMMARY,
-    Prepared,
-    open_prepared,
-    open_several,
-    read_summary,
-)
+from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
 from trainer.data.records import EMPTY, SkipLog
 from trainer.data.shard_writer import write_json
 from trainer.data.sources import Reader, mixed, open_source
@@ -51,10 +45,7 @@ from trainer.files import replace_file
 
 
 def prepare(
-    data: DataConfig,
-    vocab_size: int,
-    progress: Progress | None = None,
-    folder: Path | None = None,
+    data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
 ) -> Prepared:
     """Run `find_or_build` and check all files, for a single process."""
     prepared = find_or_build(data, vocab_size, progress, folder)

@@ -21,12 +21,7 @@ from trainer.parallel.mesh import Degrees, resolve
 
 
 def header(
-    config: Config,
-    plan: Plan,
-    overrides: Sequence[str],
-    run: Path,
-    processes: int,
-    data: Prepared,
+    config: Config, plan: Plan, overrides: Sequence[str], run: Path, processes: int, data: Prepared
 ) -> list[tuple[str, str]]:
     """Return labels and values, one pair a line. processes: ranks of the job."""
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar

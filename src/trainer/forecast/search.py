@@ -140,12 +140,7 @@ class Search:
         return replace(self._config, trainer=trainer, recompute=one.recompute, parallel=parallel)
 
     def _timed(
-        self,
-        one: _Candidate,
-        machine: Machine,
-        policy: FsdpPolicy = FEWEST,
-        memory: float = 0.0,
-        most: float = 1.0,
+        self, one: _Candidate, machine: Machine, policy: FsdpPolicy = FEWEST, memory: float = 0.0, most: float = 1.0
     ) -> Cost:
         return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
 

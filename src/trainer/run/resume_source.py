@@ -13,14 +13,7 @@ from models import DeepSeek
 from models.config import plain_model
 from precision import Plan
 from precision.errors import UserError
-from trainer.checkpoint import (
-    checkpoint_step,
-    newest_checkpoint,
-    read,
-    read_meta,
-    saved_shapes,
-    verify_on_all_ranks,
-)
+from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes, verify_on_all_ranks
 from trainer.config import Config, OptimConfig, OptimizerName, load
 from trainer.config.paths import kept_tree
 from trainer.config.timeline import Timeline, last_step

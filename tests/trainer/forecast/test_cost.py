@@ -339,16 +339,10 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
         (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
-        (
-            ["--gpus", "8", "gpu=a100"],
-            "gpu=a100: a step was measured on an H200 only; measure it with",
-        ),
+        (["--gpus", "8", "gpu=a100"], "gpu=a100: a step was measured on an H200 only; measure it with"),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),
-        (
-            ["--gpus", "8", "parallel=fsdp"],
-            "parallel=fsdp: the planner chooses the degrees",
-        ),
+        (["--gpus", "8", "parallel=fsdp"], "parallel=fsdp: the planner chooses the degrees"),
         (["--gpus", "8", "--tflops", "nan"], "--tflops=nan: set more than 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),
     ],

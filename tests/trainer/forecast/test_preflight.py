@@ -338,14 +338,8 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
         ),
         (("precision.backend=transformer_engine",), r"backend=transformer_engine: its modules hold whole weights"),
         (("parallel.tensor=2", "model.num_heads=3"), r"parallel\.tensor=2: it does not divide model\.num_heads=3; set"),
-        (
-            ("parallel.tensor=2", "model.vocab_size=501"),
-            r"tensor=2: it does not divide model\.vocab_size=501",
-        ),
-        (
-            ("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"),
-            r"tensor=2: a rank's 1 heads of",
-        ),
+        (("parallel.tensor=2", "model.vocab_size=501"), r"tensor=2: it does not divide model\.vocab_size=501"),
+        (("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"), r"tensor=2: a rank's 1 heads of"),
         (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: it does not support parallel\.tensor=2; set"),
     ],
 )

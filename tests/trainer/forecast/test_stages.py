@@ -15,12 +15,7 @@ Schedule = type[ScheduleInterleaved1F1B] | type[ScheduleZBVZeroBubble]
 
 
 def played(
-    p: int,
-    v: int,
-    m: int,
-    times: Sequence[float],
-    schedule: Schedule = ScheduleInterleaved1F1B,
-    weights: float = 0.0,
+    p: int, v: int, m: int, times: Sequence[float], schedule: Schedule = ScheduleInterleaved1F1B, weights: float = 0.0
 ) -> tuple[float, list[float]]:
     """Share of a step that ranks wait, and most microbatches whose activations each one has, where each pass begins as
     soon as its rank and the pass before it are through. times: of the stages' forward passes; backward twice that.
