@@ -73,6 +73,7 @@ def benched(words: list[str]) -> list[str]:
         few = {"--gpus": "1" if "1" in words[:3] else "2", "--rounds": "1", "--steps": "2"}
         words = [few.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         words += [part for option in few.keys() - set(words) for part in (option, few[option])]
+        words = [word.replace("=symmetric", "=slots") for word in words]  # which needs NVLink
     if words[0].endswith("rivals/compare.py"):
         sizes = [f"{key}={value}" for key, value in SMALL.items() if key.startswith("model.") or "device" in key]
         counts = ["--sequences", "2", "--length", "24", "--warm-up", "1", "--steps", "1", "--rounds", "1"]

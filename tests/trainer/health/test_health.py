@@ -150,7 +150,7 @@ def test_sampled_steps_of_compiled_blocks_compile_nothing_and_show_what_eager_on
     runs = [eager, *(train(each, True)[1] for each in seeds)]
     for group in ("fp8", "blocks"):
         for what in eager[0][group]:
-            if what in ("saturated", "underflown", "error") or group == "blocks":
+            if what == "error" or group == "blocks":  # "saturated" and "underflown" count too few numbers
                 ours, *theirs = (torch.tensor(each[0][group][what]) for each in (lines, *runs))
                 others = torch.stack(theirs)
                 assert ((ours - theirs[0]).abs() <= (others.amax(0) - others.amin(0)).amax()).all(), (group, what)
