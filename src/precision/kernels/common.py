@@ -82,8 +82,8 @@ def as_words(data: Tensor) -> Tensor:
 
 
 def by_block(inv: Tensor) -> Tensor:
-    """Return inverse scales [R, blocks] as the kernels read them, stored [blocks, R]: scales of gathered rows, or of some
-    of the rows, are not. The one scale [] of a tensor is returned as it is."""
+    """Return inverse scales [R, blocks] as the kernels read them, stored [blocks, R]: scales of gathered rows, or of
+    some of the rows, are not. The one scale [] of a tensor is returned as it is."""
     return inv.t().contiguous().t() if inv.dim() else inv
 
 
