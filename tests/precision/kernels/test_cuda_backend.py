@@ -233,7 +233,7 @@ def test_experts_without_a_gate_read_gathered_scales(recipe: Recipe, name: str) 
 def test_a_head_in_chunks_reads_the_scales_of_its_rows(
     recipe: Recipe, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in {"_CHUNK_BYTES": 1, "_MIN_ROWS": 16, "_ROUND": 1}.items():
+    for key, value in {"_CHUNK_BYTES": 1, "_MIN_ROWS": 16, "_ROUND": 16}.items():
         monkeypatch.setattr(f"precision.head.{key}", value)
 
     def run(layers: Layers, step: int) -> list[Tensor]:
