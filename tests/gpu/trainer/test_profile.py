@@ -19,7 +19,7 @@ def test_trace_and_snapshot(config: Callable[..., Config], tmp_path: Path, graph
     places = f"data.path={ROOT / 'src'}", f"data.cache_dir={tmp_path / 'data'}", f"run.dir={tmp_path / 'runs'}"
     made = config(
         "+recipe=fp8_delayed", "data=text", "data.glob='**/*.py'", *places, f"cuda_graph={graph}",
-        "trainer.max_steps=4", "checkpoint.every=0", "eval.every=0", "profile.steps=[3,4]",
+        "model.vocab_size=512", "trainer.max_steps=4", "checkpoint.every=0", "eval.every=0", "profile.steps=[3,4]",
         "logging.console.enabled=false",
     )  # fmt: skip
     folder = Trainer(made).train().folder / "profile"
