@@ -203,8 +203,11 @@ class SlotDispatcher:
         grad = GradFormat.of(down, pending.dy_known) if is_operand else None
         x, expert_AK, weight_AK = pending.arrived
         choices = pending.room
-        if not pending.row_map.kernels:  # plain ops need exact shapes
+        if not pending.row_map.kernels:  # plain ops need exact shapes, of one row at least
             choices = int((expert_AK < len(self.experts)).sum())
+            if not choices:  # a row of zeros, as the AllToAllDispatcher's
+                expert_AK = torch.cat([torch.zeros_like(expert_AK[:1]), expert_AK[1:]])
+                choices = expert_AK.shape[1]
         y_AD = experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
         return return_to_tokens(y_AD, add_TD, pending.row_map, pending.exchange, grad, experts.accumulate)
 

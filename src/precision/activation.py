@@ -132,8 +132,8 @@ class _Xielu(torch.autograd.Function):
             torch.where(is_positive, wide.square(), 0.0).mul_(dh).sum(-1),
             torch.where(is_positive, 0.0, bent - wide).mul_(dh).sum(-1),
         ])  # fmt: skip
-        da = da if a.shape[1] > 1 else da.flatten(1).sum(1, keepdim=True)
-        return dx.to(x.dtype), dweight, da
+        da = da.flatten(1)  # by row: one, or none, for each pair of a, or many for its only one
+        return dx.to(x.dtype), dweight, da if da.shape == a.shape else da.sum(1, keepdim=True)
 
 
 def _xielu(wide: Tensor, a_p: Tensor, a_n: Tensor) -> Tensor:

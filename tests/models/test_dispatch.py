@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
+from models.config import Activation
 from models.dispatch import largest
 from models.slots import OBSERVED, SPARE, Slots, room
 from models.transport import EqualSplits
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     keys: tuple[str, ...] = ()
     only: tuple[int, ...] = ()
     history: bool = True
+    activation: Activation = Activation.swiglu
 
 
 CASES = {
@@ -54,6 +56,7 @@ CASES = {
     "row": Case("fp8_jit"),
     "block": Case("fp8_block"),
     "block_one_process": Case("fp8_block", only=(2, 3)),
+    "ungated_one_process": Case("bf16", only=(2, 3), activation=Activation.xielu),
     "tokens_in_bf16": Case("fp8_delayed", ("table.moe.dispatch=bf16",)),
 }
 
@@ -64,7 +67,7 @@ def build(
     """A model with random weights, its experts spread over the group."""
     base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{case.recipe}.yaml")
     precision = OmegaConf.merge(*base, OmegaConf.from_dotlist(["backend=reference", *case.keys]))
-    config = ModelConfig(**SIZES)  # type: ignore[arg-type]
+    config = ModelConfig(**SIZES, activation=case.activation)  # type: ignore[arg-type]
     plan = Plan(OmegaConf.to_object(precision), config.num_layers)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = DeepSeek(config, plan)

@@ -293,7 +293,8 @@ def swiglu_backward_tensor(
     columns = cdiv(F, BC)
     grid, blocks = columns * (Rt // BR), {"GROUPS": groups(ends), "BR": BR, "BC": BC, "num_warps": 4}
     dw = torch.empty(columns if weight is not None else 0, R, device=device)
-    own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
+    # without any row nothing is written, and the weights' gradients are zero times this scale
+    own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.zeros((), device=device)
     _amax_kernel[(min(STRIPS, grid),)](
         dh, y, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
         DELAYED=how.delayed, BACKWARD=True, maxnreg=128, **blocks,

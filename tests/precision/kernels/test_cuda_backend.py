@@ -1,6 +1,6 @@
 """The cuda backend against the reference backend on random data and awkward shapes; in the interpreter or on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -209,6 +209,32 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
         return [y.detach(), x.grad, weight.grad, add.grad]
 
     compare(recipe, name, (width, inner, experts), run)
+
+
+@pytest.fixture
+def memory_of_nan() -> Iterator[None]:
+    """What is read before it is written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # without which torch does not fill memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+@pytest.mark.parametrize("name", CHOSEN)
+def test_experts_that_no_token_chose_have_gradients_of_zero(recipe: Recipe, name: str, memory_of_nan: None) -> None:
+    base, overrides = RECIPES[name]
+    layers, arena = build(recipe(base, **overrides), "cuda", 144, 80, 2)
+    begin_step(layers, arena)
+    x, none = draw(0, 21, 144), torch.full((21, 2), 2, device=DEVICE)
+    y = expert_ffn(
+        rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), none, torch.ones(21, 2, device=DEVICE),
+        layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
+        accumulate=torch.float32, add=None, choices=42,
+    )  # fmt: skip
+    y.backward(gradient(y))
+    for tensor in (y.detach(), x.grad, layers.ups.weight.grad, layers.downs.weight.grad):
+        assert tensor is not None and not tensor.any()
+    assert arena.finite()
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
