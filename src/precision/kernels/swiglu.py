@@ -258,7 +258,7 @@ def swiglu(
     own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == const.TENSOR.value else as_bits(inv)
     if mode == const.ROW.value:
         BC = power_of_2(F)
-        BR, warps = max(1, 4096 // BC), row_warps(BC)
+        BR, warps = max(1, min(128, 4096 // BC)), row_warps(BC)  # experts' rows end at multiples of 128
     else:
         BR, BC, warps = 64, 128, 4
     columns = cdiv(F, BC)

@@ -237,6 +237,27 @@ def test_experts_that_no_token_chose_have_gradients_of_zero(recipe: Recipe, name
     assert arena.finite()
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+@pytest.mark.parametrize("inner", [16, 128])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_rows_beyond_the_last_experts_are_never_read(
+    recipe: Recipe, name: str, inner: int, memory_of_nan: None
+) -> None:
+    base, overrides = RECIPES[name]
+    layers, arena = build(recipe(base, **overrides), "cuda", 144, inner, 3)
+    begin_step(layers, arena)
+    x, first = draw(0, 21, 144), torch.zeros(21, 1, dtype=torch.int64, device=DEVICE)
+    y = expert_ffn(
+        rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), first, torch.ones(21, 1, device=DEVICE),
+        layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
+        accumulate=torch.float32, add=None,
+    )  # fmt: skip
+    y.backward(gradient(y))
+    for tensor in (y.detach(), x.grad, layers.ups.weight.grad, layers.downs.weight.grad):
+        assert tensor is not None and torch.isfinite(tensor).all()
+    assert arena.finite()
+
+
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
 def test_experts_without_a_gate_read_gathered_scales(recipe: Recipe, name: str) -> None:
     def run(layers: Layers, step: int) -> list[Tensor]:
