@@ -118,6 +118,16 @@ def test_a_config_that_is_built_otherwise_is_refused(key: str, value: object) ->
         from_hf_config({**to_hf_config(ModelConfig()), key: value})
 
 
+def test_a_deepseek_v2_with_normalised_weights_is_refused() -> None:
+    """DeepSeek's code and transformers compute different weights for it."""
+    config = ModelConfig(
+        router_scoring=RouterScoring.softmax, router_bias_update_rate=0.0, num_mtp_layers=0, norm_topk_prob=False
+    )
+    assert from_hf_config(to_hf_config(config)).router_scoring is RouterScoring.softmax
+    with pytest.raises(ValueError, match="norm_topk_prob=True"):
+        from_hf_config({**to_hf_config(config), "norm_topk_prob": True})
+
+
 def test_what_deepseek_v2_would_compute_otherwise_is_not_exported() -> None:
     softmax = ModelConfig(router_scoring=RouterScoring.softmax, router_bias_update_rate=0.0, num_mtp_layers=0)
     with pytest.raises(ValueError, match="norm_topk_prob=True"):

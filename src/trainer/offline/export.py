@@ -57,7 +57,7 @@ def export_run(
         remarks.append(f"in BF16, though trained in FP8, because loaders read it so only: {shown}")
     if model.num_mtp_layers and not mtp:
         remarks.append("without multi-token prediction (--mtp adds it)")
-    if source is None:
+    if not source.has_tokenizer:
         remarks.append("without a tokenizer: the imported folder had none")
     return made, remarks
 
@@ -84,13 +84,13 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
     return RunQuantizer(saved_model(meta, checkpoint), precision, backends, saved, checkpoint)
 
 
-def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource | None:
-    """Return the source of the tokenizer, or None if an imported model had none."""
+def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource:
+    """Return the source of the tokenizer."""
     folder = checkpoint.parent.parent
     if "source" in meta:
         if given is not None:
             raise UserError(f"--tokenizer {given}: {folder} is an imported model, which has its own; leave it out")
-        return TokenizerSource(folder) if (folder / TOKENIZER).is_file() else None
+        return TokenizerSource(folder)
     path = given or folder / TOKENIZER
     if not path.is_file():
         raise UserError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")

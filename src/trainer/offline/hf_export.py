@@ -112,8 +112,7 @@ def export(
     plain = torch.float32 if numbers is ExportFormat.fp32 else torch.bfloat16
     units = list(_units(config, plain, quantizer))
     if tokenizer is not None:
-        end = tokenizer.token_id()
-        description |= {"bos_token_id": end, "eos_token_id": end}
+        description |= tokenizer.token_ids()
     description |= {"dtype": _name(plain), "torch_dtype": _name(plain), "use_cache": True}
     if quantizer is not None:
         description["quantization_config"] = _quantization(units, quantizer)

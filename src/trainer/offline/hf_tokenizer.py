@@ -20,24 +20,32 @@ FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generat
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Source of an export's tokenizer: a tokenizer.json and its token that ends a document, or (None) a folder that
-    already has all FILES, such as an imported model."""
+    """Source of an export's tokenizer: a tokenizer.json and its token that ends a document, or (None) the folder of an
+    imported model with those of FILES that it came with."""
 
     path: Path
     end_of_text: str | None = None
 
     def check(self) -> None:
         """Raise UserError for an unusable tokenizer."""
-        self.token_id()
+        self.token_ids()
 
-    def token_id(self) -> int | list[int] | None:
-        """Return the id of the token that ends a text, or None if an imported folder does not record it."""
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer.json."""
+        return self.end_of_text is not None or (self.path / TOKENIZER).is_file()
+
+    def token_ids(self) -> dict[str, Any]:
+        """Return the ids of the tokens that begin and end a text, as in config.json (there may be several that end it);
+        without those that an imported folder does not record."""
         if self.end_of_text is None:
             path = self.path / FILES[3]
-            return json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            recorded = json.loads(path.read_text()) if path.is_file() else {}
+            return {key: recorded[key] for key in ("bos_token_id", "eos_token_id") if key in recorded}
         from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 
-        return end_of_text_id(load_tokenizer(self.path), self.end_of_text)
+        end = end_of_text_id(load_tokenizer(self.path), self.end_of_text)
+        return {"bos_token_id": end, "eos_token_id": end}
 
     def write(self, out: Path, max_length: int) -> None:
         """Write FILES into the folder `out`. max_length: tokens that the model supports."""
@@ -52,10 +60,10 @@ class TokenizerSource:
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
         }
-        end = self.token_id()
+        ids = self.token_ids()
         write_json(out / FILES[1], settings)
         write_json(out / FILES[2], special)
-        write_json(out / FILES[3], {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
+        write_json(out / FILES[3], {**ids, "pad_token_id": ids["eos_token_id"]})
 
 
 def copy_files(source: Path, target: Path) -> list[str]:

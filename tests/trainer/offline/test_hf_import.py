@@ -28,6 +28,7 @@ from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
 from trainer.launch.composition import compose
 from trainer.offline import row_reader
+from trainer.offline.export import export_run
 from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
 from trainer.offline.hf_import import import_hf
@@ -187,6 +188,24 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
         "model.layers.2.shared_head.head",
     ]
     assert ("scale_fmt" in settings) == power_of_two
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+@pytest.mark.parametrize("ends", [7, [7, 9]])
+def test_the_tokens_that_begin_and_end_a_text_come_back(ends: object, with_tokenizer: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    write(folder, *published(folder, True, {}))
+    ids = {"bos_token_id": 3, "eos_token_id": ends}
+    (folder / "generation_config.json").write_text(json.dumps({**ids, "temperature": 0.6}))
+    if with_tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    made = import_hf(folder, tmp_path / "in")
+    _, remarks = export_run(made.folder, tmp_path / "out", ExportFormat.bf16)
+    config, generation = (
+        json.loads((tmp_path / "out" / f"{n}.json").read_text()) for n in ("config", "generation_config")
+    )
+    assert {key: config[key] for key in ids} == ids and generation == {**ids, "temperature": 0.6}
+    assert ("without a tokenizer: the imported folder had none" in remarks) is not with_tokenizer
 
 
 @pytest.mark.parametrize("name", ["in", "it's in (here), $HOME"])
