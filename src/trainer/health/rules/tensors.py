@@ -245,8 +245,8 @@ class Kurtosis(Rule):
 
 
 class _Experts(Rule):
-    """Wrong for `LINES` consecutive lines and at least `STEPS` steps. First steps do not count: a router has to
-    settle."""
+    """A block is wrong for `LINES` consecutive lines and at least `STEPS` steps. First steps do not count: a router has
+    to settle."""
 
     LINES, STEPS, SETTLED = 10, 100, 200
     key: str
@@ -255,31 +255,33 @@ class _Experts(Rule):
 
     def __init__(self, threshold: float):
         self._threshold = threshold
-        self._lines, self._since = 0, 0
+        self._wrong: dict[str, tuple[int, int]] = {}  # by block: consecutive lines, and the step of the first
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        value = number(metrics, self.key)
-        if value is None or step <= self.SETTLED:
-            return None
-        if not (value > self._threshold if self.above else value < self._threshold):
-            self._lines = 0
-            return []
-        if not self._lines or step < self._since:
-            self._lines, self._since = 0, step
-        self._lines += 1
-        if self._lines < self.LINES or step - self._since < self.STEPS:
-            return []
         names, values = _rows(tensors, "moe", self.row)
-        pick = max if self.above else min
-        known = [(v, name) for name, v in zip(names, values, strict=True) if not math.isnan(v)]
-        block = pick(known)[1] if known else None
-        where = f"of {block}" if block else "of the worst block"
+        if not names:
+            worst = number(metrics, self.key)
+            names, values = [""], [math.nan if worst is None else worst]
+        if step <= self.SETTLED or all(math.isnan(value) for value in values):
+            return None
+        before, self._wrong, found = self._wrong, {}, []
+        for name, value in zip(names, values, strict=True):
+            if not (value > self._threshold if self.above else value < self._threshold):
+                continue
+            lines, since = before.get(name, (0, step))
+            lines, since = (lines, since) if since <= step else (0, step)  # the run was rewound
+            self._wrong[name] = lines + 1, since
+            if lines + 1 >= self.LINES and step - since >= self.STEPS:
+                found.append(self._alert(step, name, value, step - since))
+        return sorted(found, key=lambda alert: alert.value, reverse=self.above)
+
+    def _alert(self, step: int, name: str, value: float, steps: int) -> Alert:
         message = (
-            f"{self._words(value, where)} for {step - self._since} steps "
+            f"{self._words(value, f'of {name}' if name else 'of the worst block')} for {steps} steps "
             f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; raise the router bias's speed "
             "(model.router_bias_update_rate) or the balance loss (model.balance_loss_weight)"
         )
-        return [Alert(self.name, step, message, value, self._threshold, block=block)]
+        return Alert(self.name, step, message, value, self._threshold, block=name or None)
 
     def _words(self, value: float, where: str) -> str:
         raise NotImplementedError

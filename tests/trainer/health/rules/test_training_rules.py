@@ -213,6 +213,23 @@ def test_a_loss_has_risen_when_three_lines_in_a_row_are_high(alerts_with: Callab
     assert [a.step for step, loss in losses for a in alerts.check({"step": step, "loss/lm": loss})] == [9]
 
 
+def test_experts_are_judged_by_block(alerts_with: Callable) -> None:
+    """Two blocks that take turns are healthy. Two that stay wrong are one alert, whichever is the worse."""
+
+    def said(loads: Callable[[int], list[float]]) -> list[Alert]:
+        alerts = alerts_with()
+        alerts.tensors({"names": {"moe": ["layers.1", "layers.2"]}})
+        found = []
+        for step in range(210, 600, 10):
+            alerts.tensors({"step": step, "moe": {"load_max_over_mean": (row := loads(step // 10 % 20))}})
+            found += alerts.check({"step": step, "moe/load_max_over_mean_worst": max(row)})
+        return found
+
+    assert said(lambda line: [20.0, 2.0] if line < 10 else [2.0, 20.0]) == []
+    (alert,) = said(lambda line: [20.0, 10.0] if line < 10 else [10.0, 20.0])
+    assert (alert.step, alert.block) == (310, "layers.2") and "for 100 steps" in alert.message
+
+
 def test_a_spike_that_is_seen_does_not_hide_the_next(a_run: Callable, raised: Callable) -> None:
     def twice(step: int, metrics: Metrics, inside: Metrics) -> None:
         if step in (2000, 2200):
