@@ -14,7 +14,7 @@ class PowerConfig:
     enabled: Switch
     """true: required, or the run does not start; auto: if there are a GPU and NVML; false: off."""
     seconds: float
-    """Seconds between two samples, 0.1 or more; a separate thread takes them."""
+    """Seconds between two samples, 0.1 to 3600; a separate thread takes them."""
 
 
 @dataclass
@@ -97,9 +97,8 @@ class HealthConfig:
 
 def check_power(power: PowerConfig, gpu: bool) -> None:
     """Raise UserError for invalid settings. gpu: whether the run has one."""
-    if not power.seconds >= 0.1:
-        why = "a sample takes some milliseconds itself"
-        raise UserError(f"health.power.seconds={power.seconds}: {why}; set 0.1 or more")
+    if not 0.1 <= power.seconds <= 3600:
+        raise UserError(f"health.power.seconds={power.seconds}: out of range; set 0.1 to 3600")
     if power.enabled is Switch.true and not gpu:
         raise UserError("health.power.enabled=true: this run has no GPU to meter; set health.power.enabled=auto")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, NamedTuple
 
+LARGEST = 2**53  # limit of whole numbers: up to it they are exact as 64-bit integer and float
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = r"(\d+(?:\.\d+)?(?:e\+?\d+)?)"
 _TOKENS = re.compile(_NUMBER + r"\s*([KMBT])(?:\s*tokens)?", re.IGNORECASE)
@@ -50,11 +51,12 @@ def span(value: int | float | str) -> Amount | None:
     """Parse a span; None if it is not one."""
     if isinstance(value, str):
         if found := _TOKENS.fullmatch(value.strip()):
-            return Amount(round(float(found[1]) * UNITS[found[2].upper()]), Unit.tokens)
+            tokens = float(found[1]) * UNITS[found[2].upper()]
+            return Amount(round(tokens), Unit.tokens) if tokens < LARGEST else None
         found = _PERCENT.fullmatch(value.strip())
         share = None if found is None else float(found[1]) / 100
         return Amount(share, Unit.share) if share is not None and share <= 1 else None
-    if isinstance(value, bool) or not 0 <= value < 2**53:
+    if isinstance(value, bool) or not 0 <= value < LARGEST:
         return None
     if float(value).is_integer():
         return Amount(int(value), Unit.steps)
@@ -65,10 +67,10 @@ def length(value: int | float | str) -> Amount | None:
     """Parse a length; None if it is not one."""
     if isinstance(value, str):
         if found := _EPOCHS.fullmatch(value.strip()):
-            return Amount(float(found[1]), Unit.epochs) if float(found[1]) > 0 else None
+            return Amount(float(found[1]), Unit.epochs) if 0 < float(found[1]) < LARGEST else None
         found = span(value)
         return found if found is not None and found.unit is Unit.tokens and found.number >= 1 else None
-    if isinstance(value, bool) or not 1 <= value < 2**53 or not float(value).is_integer():
+    if isinstance(value, bool) or not 1 <= value < LARGEST or not float(value).is_integer():
         return None
     return Amount(int(value), Unit.tokens)
 

@@ -12,10 +12,9 @@ from enum import Enum
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from precision.errors import UserError
-from trainer.config.phases import Notation
+from trainer.config.phases import LARGEST, Notation
 from trainer.config_diff import printable
 
-LARGEST = 2**53  # limit of whole numbers: up to it they are exact as 64-bit integer and float
 GOOD_MATCH = 0.7  # similarity from which on a key is suggested
 ELSEWHERE = 0.88  # the same for a key of another section, for which only the name speaks
 NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
@@ -128,8 +127,11 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
             raise _wrong(key, tree, annotation)
         return _fit_section(tree, cast(type, inner), unknown, key)
     if (written := _notation(inner)) is not None:
-        if not isinstance(tree, int | float | str) or written.read(tree) is None:
+        amount = written.read(tree) if isinstance(tree, int | float | str) else None
+        if amount is None:
             raise _wrong(key, tree, annotation)
+        if not amount.number:  # "0%" and "0K", too
+            return 0
         return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
     if get_origin(inner) is list:
         if not isinstance(tree, list):

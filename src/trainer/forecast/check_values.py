@@ -80,8 +80,8 @@ def check_sizes(config: Config) -> None:
     if not 1 <= config.parallel.dispatch_capacity < math.inf:
         why = "it is a multiple of the tokens of even routing"
         refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
-    if not 1 <= config.parallel.timeout < math.inf:
-        refuse("parallel.timeout", config.parallel.timeout, "out of range", "set seconds, 1 or more")
+    if not 1 <= config.parallel.timeout <= 1e9:  # gloo counts nanoseconds in 64 bits
+        refuse("parallel.timeout", config.parallel.timeout, "out of range", "set seconds, 1 to 1e9")
     if o.clip is not None and not 0 < o.clip < math.inf:
         refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
     for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():

@@ -163,9 +163,9 @@ def _by_signal(number: int) -> _Outcome:
 
 def _of_a_file(error: OSError) -> str:
     """Format a file error: the system's own message names the path last, and no fix."""
-    if error.filename is None:
-        return str(error)
     fix = "free space" if error.errno in FULL else "correct the path or its permissions"
+    if error.filename is None:
+        return f"{error.strerror}; {fix}" if error.errno in FULL else str(error)
     return f"{error.filename}: {error.strerror}; {fix}, or name another place"
 
 

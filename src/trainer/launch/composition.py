@@ -52,6 +52,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     launch: of the processes that do the same. own: settings of a run that exists, for what starts runs.
     """
     arguments, from_run = _from_run(sys.argv[1:]) if own else (sys.argv[1:], None)
+    arguments = [_as_text(argument) for argument in arguments]
     for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
@@ -91,6 +92,18 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
         _replace_length(job)
         _fit_restarts(job.tree, launch)
     return jobs
+
+
+def _as_text(argument: str) -> str:
+    """Return KEY=VALUE with quotes around what looks like a number, if the key takes text: Hydra would read the name
+    2026_01_02 as 20260102, and 1e5 as 100000.0."""
+    key, _, value = argument.partition("=")
+    if not re.fullmatch(r"[+-]?(\.?\d[\d._]*(e[+-]?\d+)?|nan|inf)", value, re.IGNORECASE):
+        return argument
+    from trainer.config import Config
+    from trainer.config.schema import keys_of
+
+    return f"{key}='{value}'" if keys_of(Config).get(key.lstrip("+")) in (str, str | None) else argument
 
 
 def _check_recipes(configs: Path, argument: str, value: str) -> None:
@@ -245,8 +258,11 @@ def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
 def _name_runs(jobs: list[Job]) -> None:
     """Give each run of a sweep with one run.name its own: that name, a number, and the run's overrides.
 
-    Without a name, a run is named by its time and recipe anyway.
+    Without a name, a run is named by its time and recipe anyway; names that differ (run.name=a,b) stay.
     """
+    names = [job.tree.run.name for job in jobs]
+    if None not in names and len(set(names)) == len(names):
+        return
     common = set.intersection(*(set(job.overrides) for job in jobs))
     for number, job in enumerate(jobs):
         own = [override.partition("=") for override in job.overrides if override not in common]

@@ -69,7 +69,7 @@ def printable_text(text: str) -> str:
 def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> list[tuple[str, str]]:
     """Return commands with their purposes. length: of the run; steps: that it had. launch: of its processes; the
     launch command of several nodes is unknown here."""
-    place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
+    place, export = shlex.quote(str(run)), shlex.quote(f"{run.absolute().name}-hf")
     # Hydra needs quotes of its own around anything but these characters
     is_plain = re.fullmatch(r"[\w/.:%+@-]+", str(run), re.ASCII)
     resume = "run.resume=" + (str(run) if is_plain else "'" + str(run).replace("'", "\\'") + "'")

@@ -46,7 +46,7 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
             return OwnSettings(own.tree | {"run": own.tree["run"] | place}, own.source, own.secrets)
     if from_run is None:
         return None
-    folder = Path(from_run)
+    folder = _with_name(Path(from_run))
     if not folder.is_dir() or state_of(folder) != "run":
         raise UserError(f"--from-run {from_run}: it is not the folder of a run; give one that has a {CONFIG}")
     other = _read(folder, f"--from-run {from_run}")
@@ -60,12 +60,17 @@ def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, st
     resume = "auto" if restarted else run.get("resume")
     if isinstance(resume, str) and resume not in NO_PATHS:
         path = Path(resume)
-        folder = path.parent.parent if checkpoint_step(path) is not None else path
+        folder = _with_name(path.parent.parent if checkpoint_step(path) is not None else path)
     else:
         if resume not in (None, "auto") or run.get("name") is None:
             return None, None
         folder = Path(str(run["dir"])) / str(run["name"])
     return (folder if os.path.isfile(folder / CONFIG) else None), resume  # no error of a name that is too long
+
+
+def _with_name(folder: Path) -> Path:
+    """Return a folder whose path ends in its name: that of `.` and `..` does not."""
+    return folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))
 
 
 def _read(folder: Path, setting: str) -> OwnSettings:

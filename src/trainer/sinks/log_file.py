@@ -7,6 +7,7 @@ on the screen, in one line each, without breaking the progress bar.
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -43,7 +44,8 @@ class LogFile:
         logging.captureWarnings(False)
         for logger, handler in self._attached:
             logger.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk has been reported; what ends the run comes first
+                handler.close()
 
 
 class _File(logging.FileHandler):

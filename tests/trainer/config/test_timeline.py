@@ -25,7 +25,7 @@ def trainer(*overrides: str) -> TrainerConfig:
         (0, (0, Unit.steps)), (2000, (2000, Unit.steps)), (1e3, (1000, Unit.steps)), (0.02, (0.02, Unit.share)),
         ("2%", (0.02, Unit.share)), ("10B", (10**10, Unit.tokens)), ("1.5 T tokens", (15 * 10**11, Unit.tokens)),
         ("500k", (500_000, Unit.tokens)), (-1, None), (2.5, None), ("10", None), ("200%", None), (True, None),
-        (float("nan"), None), (float("inf"), None), ("3 epochs", None),
+        (float("nan"), None), (float("inf"), None), ("3 epochs", None), ("1e999B", None),
     ],
 )  # fmt: skip
 def test_a_span_is_steps_tokens_or_a_share(value: Any, amount: tuple[float, Unit] | None) -> None:
@@ -37,10 +37,16 @@ def test_a_span_is_steps_tokens_or_a_share(value: Any, amount: tuple[float, Unit
     [
         (10, (10, Unit.tokens)), (1e9, (10**9, Unit.tokens)), ("14.8T", (148 * 10**11, Unit.tokens)),
         ("3 epochs", (3, Unit.epochs)), ("0.5epochs", (0.5, Unit.epochs)), (0, None), (0.5, None), ("0 epochs", None),
+        ("1e999 epochs", None),
     ],
 )  # fmt: skip
 def test_a_length_is_tokens_or_epochs(value: Any, amount: tuple[float, Unit] | None) -> None:
     assert length(value) == (None if amount is None else Amount(*amount))
+
+
+@pytest.mark.parametrize("nothing", ["0%", "0K"])
+def test_zero_is_never_in_any_unit(nothing: str) -> None:
+    assert config_of([*RUN, f"eval.every='{nothing}'"]).eval.every == 0
 
 
 def test_a_run_ends_with_the_first_of_steps_and_tokens() -> None:

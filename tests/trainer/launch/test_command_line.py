@@ -219,6 +219,13 @@ def test_the_runs_of_a_named_sweep_get_names_of_their_own(call: Call, recorder: 
     ]
 
 
+def test_the_runs_of_a_sweep_over_names_have_those_names(call: Call, recorder: Recorder):
+    assert call("-m", "run.name=x,y") == 0
+    assert [config.run.name for config, _ in recorder.runs] == ["x", "y"]
+    assert call("-m", "run.name=x,y", "trainer.seed=1,2") == 0
+    assert len({config.run.name for config, _ in recorder.runs[2:]}) == 4
+
+
 def test_a_sweep_whose_second_run_has_no_place_trains_none(
     call: Call, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -38,6 +38,10 @@ def run_out_of_disk() -> None:
     raise OSError(28, "No space left on device", "runs/x")
 
 
+def run_out_of_disk_in_a_library() -> None:
+    raise OSError(28, "No space left on device")
+
+
 def lack_permission() -> None:
     raise PermissionError(13, "Permission denied", "runs/x")
 
@@ -54,6 +58,7 @@ def write_below_a_file() -> None:
         (interrupt, 130, "octet: interrupted\n"),
         (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
         (run_out_of_disk, 1, "octet: error: runs/x: No space left on device; free space, or name another place\n"),
+        (run_out_of_disk_in_a_library, 1, "octet: error: No space left on device; free space\n"),
         (
             lack_permission,
             2,

@@ -140,6 +140,20 @@ def test_from_run_starts_another_with_the_same_settings(typed: Callable[..., Job
     assert (sweep.tree.run.name, sweep.tree.optim.lr, sweep.tree.model.num_layers) == ("s_1_lr-2", 2, 1)
 
 
+def test_a_run_is_named_from_inside_its_folder(typed: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Path("runs").resolve()
+    monkeypatch.chdir(runs / "a")
+    for words in (("run.resume=.",), ("run.resume=checkpoints/..",)):
+        run = load(typed(*words).tree).run
+        assert (run.name, run.dir) == ("a", str(runs))
+    assert load(typed("--from-run=.", "run.name=b").tree).run.dir == str(runs)
+
+
+@pytest.mark.parametrize("name", ["2026_01_02", "1e5", "nan", "007", "-1", "1.50"])
+def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str, typed: Callable[..., Job]) -> None:
+    assert load(typed(f"run.name={name}", "trainer.seed=1_0").tree).run.name == name
+
+
 def test_a_run_of_a_sweep_resumes_with_the_folder_of_configs_on_the_command_line(typed: Callable[..., Job]) -> None:
     start("s_1_seed-2", *STARTED)
     folder = Path("our 'own", "optim")

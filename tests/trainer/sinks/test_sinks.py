@@ -204,13 +204,13 @@ def test_a_crash_leaves_its_traceback_in_the_log(run: RunFolder, screen: Screen)
 
 def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunFolder, screen: Screen) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Sinks(settings(), run, 200, screen.console) as sinks:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
+    try:
+        with Sinks(settings(), run, 200, screen.console) as sinks:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
             for step in range(20):
                 sinks.event("checkpoint", step, "fine")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert screen.text.count("cannot be written") == 2  # events.jsonl and rank0.log, once each
     assert screen.text.count("checkpoint: fine") == 20
 
