@@ -2,12 +2,11 @@
 
 `out` is the dtype of the result, rounded once from the FP32 sum. A caller that scales the result requests FP32.
 
-On a CPU operands are multiplied in FP32: it holds BF16 and FP8 numbers and their products exactly, every CPU has FP32
-instructions, and a CPU without BF16 ones takes ten times as long in BF16. On a GPU the tensor cores sum BF16 products
-in FP32. Grouped BF16 products use torch's grouped GEMM, with offsets that stay on the device; it writes BF16, in rows
-of 16 bytes. Others are multiplied group by group, which waits for the offsets to reach the host. Groups on a CPU are
-multiplied in slices of few different sizes, because oneDNN generates code for each new number of rows. These are opaque
-operators, so that compiled graphs compute the same bits.
+`narrow`: operands in FP32 hold numbers of BF16, which a CPU may multiply as such (`precision.cpu`). On a GPU the tensor
+cores sum BF16 products in FP32. Grouped BF16 products use torch's grouped GEMM, with offsets that stay on the device;
+it writes BF16, in rows of 16 bytes. Others are multiplied group by group, which waits for the offsets to reach the
+host. Groups on a CPU are multiplied in slices of few different sizes, because oneDNN generates code for each new number
+of rows. These are opaque operators, so that compiled graphs compute the same bits.
 
 `fast` emulates a Hopper GPU's FP8 tensor cores, which do not sum in FP32. Each multiplication of a matrix instruction
 adds 32 products to the accumulator: all 33 numbers are truncated to 14 bits from the leading bit of the largest, and
@@ -24,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision import cpu
+
 _ELEMENTS = 8  # BF16 numbers in 16 bytes
 _INSTRUCTION = 32  # products that one FP8 matrix instruction adds (wgmma: k32)
 _FRACTION = 13  # bits after the leading bit of the largest addend
@@ -32,21 +33,27 @@ torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # els
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 
-def matmul(a: Tensor, w: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False) -> Tensor:
+def matmul(
+    a: Tensor, w: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False, narrow: bool = False
+) -> Tensor:
     """Multiply a [R, K] by w [K, N], or by [G, K, N] with offsets; return [R, N]."""
+    narrow = narrow or a.dtype == w.dtype == torch.bfloat16
     if offsets is None:
-        return _truncated(a, w).to(out) if fast else _mm(a, w, out)
+        return _truncated(a, w).to(out) if fast else _mm(a, w, out, narrow)
     if fast or _one_by_one(a, w, out):
-        return _matmul_one_by_one(*_operands(a, w, fast), offsets, fast).to(out)
+        return _matmul_one_by_one(*_operands(a, w, fast), offsets, fast, narrow).to(out)
     return _grouped_mm(a, w, offs=offsets)
 
 
-def matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False) -> Tensor:
+def matmul_over_rows(
+    a: Tensor, b: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False, narrow: bool = False
+) -> Tensor:
     """Return a^T b [N, K] of a [R, N], b [R, K], or with offsets one per group of rows, [G, N, K]."""
+    narrow = narrow or a.dtype == b.dtype == torch.bfloat16
     if offsets is None:
-        return _truncated(a.t(), b).to(out) if fast else _mm(a.t(), b, out)
+        return _truncated(a.t(), b).to(out) if fast else _mm(a.t(), b, out, narrow)
     if fast or _one_by_one(a, b, out):
-        return _matmul_over_rows_one_by_one(*_operands(a, b, fast), offsets, fast).to(out)
+        return _matmul_over_rows_one_by_one(*_operands(a, b, fast), offsets, fast, narrow).to(out)
     return _grouped_mm(a.t(), b, offs=offsets)
 
 
@@ -76,9 +83,11 @@ def _accumulated(a: Tensor, w: Tensor) -> Tensor:
     return total.squeeze(-1)
 
 
-def _mm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    if a.device.type == "cpu" or a.dtype == torch.float32:
-        return (a.float() @ b.float()).to(out)
+def _mm(a: Tensor, b: Tensor, out: torch.dtype, narrow: bool) -> Tensor:
+    if a.device.type == "cpu":
+        return cpu.multiply(a, b, out, narrow)
+    if a.dtype == torch.float32:
+        return (a @ b.float()).to(out)
     return a @ b if out == a.dtype else torch.mm(a, b, out_dtype=out)
 
 
@@ -104,34 +113,34 @@ def _(a: Tensor, w: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("octet::grouped_matmul", mutates_args=())
-def _matmul_one_by_one(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def _matmul_one_by_one(a: Tensor, w: Tensor, offsets: Tensor, fast: bool, narrow: bool) -> Tensor:
     total, y = a.shape[0], a.new_empty(a.shape[0], w.shape[-1], dtype=torch.float32)
     for (start, stop), matrix in zip(_spans(offsets, total), w.unbind(), strict=True):
         size = min(_rounded(stop - start), total)  # includes rows of neighbours; their results are discarded
         first = min(start, total - size)
         rows = a[first : first + size]
-        made = truncated_matmul(rows, matrix) if fast else _mm(rows, matrix, torch.float32)
+        made = truncated_matmul(rows, matrix) if fast else _mm(rows, matrix, torch.float32, narrow)
         y[start:stop] = made[start - first : stop - first]
     return y
 
 
 @_matmul_one_by_one.register_fake
-def _(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def _(a: Tensor, w: Tensor, offsets: Tensor, fast: bool, narrow: bool) -> Tensor:
     return a.new_empty(a.shape[0], w.shape[-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("octet::grouped_matmul_over_rows", mutates_args=())
-def _matmul_over_rows_one_by_one(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def _matmul_over_rows_one_by_one(a: Tensor, b: Tensor, offsets: Tensor, fast: bool, narrow: bool) -> Tensor:
     y = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
     for group, (start, stop) in enumerate(_spans(offsets, a.shape[0])):
         pad = 0, 0, 0, _rounded(stop - start) - (stop - start)
         rows = F.pad(a[start:stop], pad).t(), F.pad(b[start:stop], pad)
-        y[group] = truncated_matmul(*rows) if fast else _mm(*rows, torch.float32)
+        y[group] = truncated_matmul(*rows) if fast else _mm(*rows, torch.float32, narrow)
     return y
 
 
 @_matmul_over_rows_one_by_one.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+def _(a: Tensor, b: Tensor, offsets: Tensor, fast: bool, narrow: bool) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
 
 

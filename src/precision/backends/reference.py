@@ -158,16 +158,19 @@ class ReferenceBackend:
             return products.matmul_over_rows(dy.data, x, offsets, out)
         fast, granularity = recipe.sums_fast, recipe.scaling.granularity
         if granularity is Granularity.tensor:
-            product = products.matmul_over_rows(fp8_values(dy.data), fp8_values(x), offsets, torch.float32, fast)
+            product = products.matmul_over_rows(
+                fp8_values(dy.data), fp8_values(x), offsets, torch.float32, fast, narrow=True
+            )
             return _scaled(product, dy.scale_inv, x_inv, out)
         if granularity is Granularity.row:
             (a, a_inv), (b, b_inv) = _recast_under_largest(dy.data, dy.scale_inv), _recast_under_largest(x, x_inv)
-            return _scaled(products.matmul_over_rows(a, b, offsets, torch.float32, fast), a_inv, b_inv, out)
+            product = products.matmul_over_rows(a, b, offsets, torch.float32, fast, narrow=True)
+            return _scaled(product, a_inv, b_inv, out)
         x_read = _dequantize(x, x_inv, 1, recipe)
         tile = _row_tiles(x.shape[0], offsets, x.device)
         x_tiles = _cast_in_row_tiles(x_read, tile, recipe.input, recipe)
         dy_tiles = _cast_in_row_tiles(dy.exact, tile, recipe.grad, recipe)
-        return products.matmul_over_rows(dy_tiles, x_tiles, offsets, out)
+        return products.matmul_over_rows(dy_tiles, x_tiles, offsets, out, narrow=recipe.scaling.power_of_two)
 
     def _nt(
         self,
@@ -185,9 +188,10 @@ class ReferenceBackend:
             return products.matmul(a, w.mT if transpose else w, offsets, out)
         if recipe.scaling.granularity is Granularity.block:
             a, w = _dequantize(a, a_inv, 1, recipe), _dequantize(w, w_inv, BLOCK, recipe)
-            return products.matmul(a, w.mT if transpose else w, offsets, out)
+            exact = recipe.scaling.power_of_two
+            return products.matmul(a, w.mT if transpose else w, offsets, out, narrow=exact)
         a, w = fp8_values(a), fp8_values(w)
-        product = products.matmul(a, w.mT if transpose else w, offsets, torch.float32, recipe.sums_fast)
+        product = products.matmul(a, w.mT if transpose else w, offsets, torch.float32, recipe.sums_fast, narrow=True)
         if offsets is None:
             return _scaled(product, a_inv, w_inv.view(1, -1) if w_inv.dim() else w_inv, out)
         group = torch.searchsorted(offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True)

@@ -15,8 +15,7 @@ some steps with suitable coefficients bring all of them near 1, so that X comes 
 The norm is computed in FP32, the steps in a selectable format, with sums in FP32. The products cost k (4 m^2 n + 2 m^3)
 FLOPs in k steps for m rows and n >= m columns; a tall matrix is transposed. On Hopper GPUs, in BF16, our kernels
 compute one triangle of the symmetric A and b A + c A^2, and fuse addition and division: k (3 m^2 n + m^3)
-(`precision.kernels.newton_schulz`). A CPU multiplies in FP32 and rounds to the format, because CPUs without BF16
-instructions take ten times as long in BF16.
+(`precision.kernels.newton_schulz`). A CPU multiplies as `precision.cpu` says, and rounds to the format.
 """
 
 import importlib.util
@@ -24,6 +23,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from precision import cpu
 from precision.proof import MUON, refused
 from trainer.config import Coefficients, Iteration
 
@@ -101,5 +101,5 @@ def _sum(added: Tensor | None, x: Tensor, y: Tensor, beta: float, alpha: float) 
     """Return beta added + alpha x y, [k, m, n], in the format of x."""
     if x.is_cuda:
         return x @ y if added is None else torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
-    product = x.float() @ y.float()
+    product = cpu.multiply(x, y, torch.float32, narrow=x.dtype is torch.bfloat16)
     return (product if added is None else product.mul_(alpha).add_(added, alpha=beta)).to(x.dtype)
