@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.launch.composition import compose
 
     launch = rank_group.join(os.environ)
-    jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)
+    own = partial(own_settings, rank_group)
+    jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own)
     from trainer.config import load
     from trainer.config.paths import kept_tree
 
@@ -36,12 +38,13 @@ def run(rank_group: "RankGroup") -> None:
         own = None if job.settings is None else job.settings.line(kept_tree(configs[i]))
         remarks.append("\n".join(line for line in (own, cut_line(config, configs[i])) if line))
         check_values(configs[i])  # before torch is imported: a mistake is reported at once
-    from trainer.forecast.dry_run import report
-    from trainer.forecast.fits import check_memory
-    from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check
-    from trainer.run.location import check_place, check_writable
-    from trainer.run.resume_source import check_origin
+    with rank_group.importing():
+        from trainer.forecast.dry_run import report
+        from trainer.forecast.fits import check_memory
+        from trainer.forecast.gpus import target
+        from trainer.forecast.preflight import check
+        from trainer.run.location import check_place, check_writable
+        from trainer.run.resume_source import check_origin
 
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
@@ -61,11 +64,12 @@ def run(rank_group: "RankGroup") -> None:
                     print(f"{remarks[number - 1]}\n")
                 print(report(config, plan, launch.size))
             continue
-        from trainer.launch.agreement import agree
-        from trainer.launch.device import pick_device
-        from trainer.launch.world import init
-        from trainer.offline.ending import ending, say, shown
-        from trainer.trainer import Trainer
+        with rank_group.importing():
+            from trainer.launch.agreement import agree
+            from trainer.launch.device import pick_device
+            from trainer.launch.world import init
+            from trainer.offline.ending import ending, say, shown
+            from trainer.trainer import Trainer
 
         world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
         agree(world, config, plan.to_text())
@@ -88,9 +92,12 @@ def run(rank_group: "RankGroup") -> None:
     rank_group.leave()
 
 
-def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> "OwnSettings | None":
+def own_settings(
+    rank_group: "RankGroup", run: Mapping[str, Any], restarted: bool, from_run: str | None
+) -> "OwnSettings | None":
     """`trainer.run.own_settings`, which imports torch: not before a command line names a run."""
-    from trainer.run.own_settings import own_settings
+    with rank_group.importing():
+        from trainer.run.own_settings import own_settings
 
     return own_settings(run, restarted, from_run)
 

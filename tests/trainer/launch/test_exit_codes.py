@@ -12,7 +12,7 @@ import pytest
 
 from precision.errors import UserError
 from trainer.launch.command_line import guarded
-from trainer.launch.liveness.rank_group import RankGroup
+from trainer.launch.liveness.rank_group import RankGroup, Terminated
 from trainer.step.guard import TrainingStopped
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +76,28 @@ def test_user_and_run_errors_are_one_line(
 ):
     assert guarded(main) == code
     assert capsys.readouterr().err == says
+
+
+def test_a_signal_waits_for_the_end_of_an_import_and_a_second_one_does_not() -> None:
+    """Within an import torch's C++ aborts, and a library that tries one swallows the exception."""
+    rank_group, seen = RankGroup(), []
+
+    def load(*numbers: signal.Signals) -> None:
+        with rank_group.importing():
+            for number in numbers:
+                signal.raise_signal(number)
+            seen.append(numbers)
+
+    before = rank_group.listen()
+    try:
+        with pytest.raises(Terminated):
+            load(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            load(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [(signal.SIGTERM,)]
 
 
 def test_an_error_caused_by_an_interrupt_is_no_bug(capsys: pytest.CaptureFixture[str]):

@@ -370,6 +370,24 @@ class RankGroup:
         """Make stop signals raise, and record them. Returns the previous handlers."""
         return {number: signal.signal(number, self._interrupt) for number in stopping()}
 
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """Import libraries that a signal must not interrupt; the first one inside is raised at the end. Within torch's
+        C++ it would abort the process, and code that tries an import may swallow it and leave half a module."""
+        before = {number: signal.signal(number, self._record) for number in stopping()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.stop_signal:
+            self._interrupt(self.stop_signal, None)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_signal:
+            self._interrupt(number, frame)
+        self.stop_signal = number
+
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Handle torchrun's signal after a rank ended: then the heartbeat knows of the failure, and is quicker than
         this."""
