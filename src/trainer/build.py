@@ -188,10 +188,13 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
+    origin = None
     if config.run.init_from is not None and not again:
-        init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
+        origin = init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
     if data is None:
         data, about_data = _find_data(config, world)
+    if origin is not None:
+        notes.extend(_other_tokenizer(origin, data))
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
     batch, longest = max(each.batch for each in timeline.segments), max(each.length for each in timeline.segments)
@@ -284,6 +287,15 @@ def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.Wa
         warnings.simplefilter("always")
         data = prepare_data(config.data, config.model.vocab_size)
     return data, found if world.is_first else []
+
+
+def _other_tokenizer(origin: Path, data: Prepared) -> list[Note]:
+    """Return a note if a checkpoint to start from was trained on tokens of another tokenizer than the data has."""
+    theirs = origin.parent.parent / data.tokenizer_path.name
+    if not theirs.is_file() or theirs.read_bytes() == data.tokenizer_path.read_bytes():
+        return []
+    why = "its embedding and head belong to another tokenizer than that of the data"
+    return [Note("alert", 0, f"run.init_from={origin}: {why}; to keep its tokens, set data.tokenizer={theirs}")]
 
 
 def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:

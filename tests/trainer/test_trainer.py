@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import pairwise
+from small import write_corpus
 
 from trainer.config import Config
 from trainer.run.resume_source import check_origin, checkpoint_origin, moved_rate
@@ -351,6 +352,18 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
             check_origin(changed)
     same = config("+recipe=fp8_jit", f"run.init_from={run}")
     check_origin(same)
+
+
+def test_weights_of_another_tokenizer_raise_an_alert_whose_remedy_works(config: Configs, tmp_path: Path) -> None:
+    _, run = train(config("trainer.max_steps=1"))
+    keys, own = (f"run.init_from={run}", f"data.path={write_corpus(tmp_path / 'other')}"), run / "tokenizer.json"
+    for more, alerts in ((), 1), ((f"data.tokenizer={own}",), 0):
+        other = Trainer(config(*keys, *more)).run
+        other.close(None)
+        found = [
+            line["message"] for line in lines(other.folder.path / "events.jsonl") if "tokenizer" in line["message"]
+        ]
+        assert len(found) == alerts and all(f"set data.tokenizer={own}" in message for message in found)
 
 
 def test_a_place_that_is_refused_is_refused_before_data_is_prepared(config: Configs, tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def _typed(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
-    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; remarks go to `notes`. A
-    collective. Raises UserError if there are none, or not the same tensors."""
+def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> Path:
+    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; remarks go to `notes`. Returns
+    the checkpoint. A collective. Raises UserError if there are none, or not the same tensors."""
 
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
@@ -123,6 +123,7 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
     _check_tensors(ours, checkpoint, path)
     read(checkpoint, {"model": ours}, rest=False, verified=True)
     note("resume", 0, f"weights from {checkpoint}")
+    return checkpoint
 
 
 def check_origin(config: Config) -> None:
