@@ -218,10 +218,13 @@ def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
     """Return some rows of a weight in FP32, from the start of a block on."""
-    found = folder.rows(name, rows)
-    if folder.dtype(name) != FP8:
-        return found.float()
-    return dequantize(found, folder.rows(name + SCALE_SUFFIX, slice(rows.start // TILE, -(-rows.stop // TILE))))
+    found = folder.rows(name, rows).float()
+    if folder.dtype(name) == FP8:
+        scales = folder.rows(name + SCALE_SUFFIX, slice(rows.start // TILE, -(-rows.stop // TILE)))
+        found = dequantize(found, scales)
+    if not found.isfinite().all():
+        raise UserError(f"{folder.folder}: {name} has numbers that are not finite; fetch the folder again")
+    return found
 
 
 class _Pieces(DefaultSavePlanner):

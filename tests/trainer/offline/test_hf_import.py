@@ -1,6 +1,7 @@
 """Out and in again changes nothing; little memory does; what is no such model is refused in one line."""
 
 import json
+import math
 import resource
 import shlex
 import shutil
@@ -271,6 +272,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"model.norm.weight is F32 \[7\], by config.json it is \[192\]",
     ),
     "wrong scales": (lambda f, t, c: t.update({f"{O_PROJ}_scale_inv": torch.ones(3, 3)}), r"is F32 \[3, 3\]"),
+    "not finite": (
+        lambda f, t, c: t.update({"model.norm.weight": torch.full((192,), math.nan)}),
+        "model.norm.weight has numbers that are not finite",
+    ),
     "integers": (lambda f, t, c: t.update({O_PROJ: torch.ones(192, 72, dtype=torch.int8)}), "I8 .* only F32, BF16"),
     "MTP's own head": (
         lambda f, t, c: t.update({"model.layers.2.shared_head.head.weight": torch.ones(300, 192)}),
