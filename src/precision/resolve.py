@@ -14,7 +14,7 @@ reference.
 `precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row stays in BF16.
 
 Where the self-test found the products of linears or of experts wrong (`precision.proof`), `auto` assigns these rows to
-reference, with a note, and `cuda` refuses them.
+reference, with a note, and `cuda` refuses them. The same holds for BF16 experts whose features are not multiples of 8.
 
 The choice is saved with the run (`saved`) and used again on resume, as long as GPU and settings are the same.
 """
@@ -35,6 +35,7 @@ from precision.rows import CUDA, REFERENCE, TE
 
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
+GROUPED_MULTIPLE = 8  # BF16 numbers in 16 bytes
 FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
 FAR_NOTE = "is judged by the measurement of a distant shape"
 
@@ -219,10 +220,14 @@ class Resolver:
 
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Return the backend that serves the row if `backend` is preferred."""
-        if backend == CUDA and (problem := wrong_products(gemm.groups)) is not None:
+        grouped = gemm.groups > 1 or ".experts." in gemm.name
+        problem = None
+        if backend == CUDA:
+            problem = wrong_products(gemm.groups) or (_narrow_rows(gemm) if grouped else None)
+        if problem is not None:
             if self._config.backend is not BackendChoice.auto:
                 raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
-            what = EXPERTS if gemm.groups > 1 else GEMMS
+            what = EXPERTS if grouped else GEMMS
             note = f"{what} are served by reference instead of cuda: {problem}"
             if note not in self.notes:
                 self.notes.append(note)
@@ -257,3 +262,12 @@ class Resolver:
             note += "; precision.never_slower has no effect on them"
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _narrow_rows(gemm: Gemm) -> str | None:
+    """Return why torch's grouped product in BF16 cannot compute this GEMM, or None. (In FP8 features are multiples of
+    16.)"""
+    if not (gemm.in_features % GROUPED_MULTIPLE or gemm.out_features % GROUPED_MULTIPLE):
+        return None
+    shape = f"{gemm.in_features} -> {gemm.out_features}"
+    return f"torch's grouped product in BF16 needs features in multiples of {GROUPED_MULTIPLE}, and a GEMM has {shape}"

@@ -104,6 +104,19 @@ def test_hopper_computes_with_cuda_but_for_fp32() -> None:
         assert chosen == {"fp32": "reference", "bf16": "cuda", "fp8": "cuda"}
 
 
+@pytest.mark.parametrize("groups", [1, 64])
+def test_bf16_experts_of_other_widths_than_torch_multiplies_go_to_the_reference(groups: int) -> None:
+    even, odd = (Gemm("layers.1.moe.experts.down", 144, width, groups, None, BF16) for width in (104, 100))
+    resolver = Resolver(settings(), H200, rates=RateTable([]))
+    assert [resolver.choose(gemm, Precision.bf16).backend for gemm in (even, odd)] == ["cuda", "reference"]
+    (note,) = resolver.notes
+    assert note.startswith("experts are served by reference") and "100 -> 144" in note
+    lone = dataclasses.replace(odd, name="layers.0.ffn.down", groups=1)
+    assert resolver.choose(lone, Precision.bf16).backend == "cuda"
+    with pytest.raises(UserError, match="multiples of 8"):
+        Resolver(settings("cuda"), H200, rates=RateTable([])).choose(odd, Precision.bf16)
+
+
 def test_fp16_is_plain_pytorch_everywhere() -> None:
     """No kernel has been proved in it."""
     assert Resolver(settings(), H200, rates=RateTable([])).choose(GEMM, Precision.fp16).backend == "reference"
