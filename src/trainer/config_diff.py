@@ -57,7 +57,7 @@ def configs_before(run: Path) -> dict[int, Path]:
     return dict(sorted(kept.items()))
 
 
-def read_yaml(text: str | bytes) -> Any:
+def read_yaml(text: str | bytes) -> dict[str, Any]:
     """Parse a run's config. Raises YAMLError for anything unreadable, whatever its bytes, and for what no run's config
     has: aliases, a few lines of which can stand for billions of values, and deep nesting."""
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0  # the C one takes a tenth of the time
@@ -66,9 +66,12 @@ def read_yaml(text: str | bytes) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
                 raise yaml.YAMLError("an alias or deep nesting, which a run's config does not have")
-        return yaml.load(text, loader)
+        tree = yaml.load(text, loader)
     except (ValueError, RecursionError) as error:
         raise yaml.YAMLError(f"cannot be read ({type(error).__name__})") from None
+    if not isinstance(tree, dict):  # an empty file, too
+        raise yaml.YAMLError("no config of a run")
+    return tree
 
 
 def changes(before: str | bytes, now: str | bytes, most: int = 8, but: Collection[str] = ("run",)) -> str:

@@ -28,7 +28,7 @@ def test_keys_that_differ_are_reported_with_both_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["optim: {lr", b"\xff", "a: &a [1]\nb: [*a, *a]\n", "[" * 5000, "a: !!python/name:os.x"]
+    "text", ["optim: {lr", b"\xff", "a: &a [1]\nb: [*a, *a]\n", "[" * 5000, "a: !!python/name:os.x", "", "[]"]
 )
 def test_a_config_that_cannot_be_read_is_one_kind_of_error(text: str | bytes) -> None:
     with pytest.raises(yaml.YAMLError):

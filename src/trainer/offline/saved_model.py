@@ -134,7 +134,7 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
         tree = read_yaml(path.read_bytes())
     except yaml.YAMLError:
         raise UserError(f"{path}: is damaged (not YAML); give one of the run's checkpoints, or another run") from None
-    if not isinstance(tree, dict) or "run" not in tree:
+    if "run" not in tree:
         raise UserError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree
 

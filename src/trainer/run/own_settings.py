@@ -78,7 +78,7 @@ def _read(folder: Path, setting: str) -> OwnSettings:
     path, source = folder / CONFIG, str(folder)
     try:
         tree = read_yaml(read_stamped(path, ""))
-        if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
+        if not isinstance(tree.get("run"), dict):
             raise yaml.YAMLError("no config of a run")
     except (UserError, yaml.YAMLError):
         checkpoint, tree = _of_a_checkpoint(folder)
