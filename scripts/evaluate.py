@@ -50,7 +50,7 @@ def run() -> None:
         print(remark)
     if saved.text is not None and saved.text != data.validation.sidecar.sha256:
         print("the held-out text is not the run's")
-    print(f"{saved.checkpoint}, on {saved.device}, sequences of {saved.config.trainer.sequence_length:,} tokens")
+    print(f"{saved.checkpoint}, on {saved.device}, sequences of {saved.shape.length:,} tokens")
     print("\n".join(["", *table(evaluate(saved, data, given.batches), saved.config.precision.name)]))
     logged = logged_loss(saved)
     if logged is not None:

@@ -56,7 +56,7 @@ def run() -> None:
     prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids
     if not prompt or saved.config.trainer.document_masking:  # in training it precedes every token
         prompt = [end, *prompt]
-    positions, trained = saved.config.model.max_position_embeddings, saved.config.trainer.sequence_length
+    positions, trained = saved.config.model.max_position_embeddings, saved.shape.length
     if len(prompt) >= positions:
         raise UserError(
             f"--prompt: it has {len(prompt):,} tokens and the model {positions:,} positions "

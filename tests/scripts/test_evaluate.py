@@ -76,6 +76,12 @@ def test_the_model_is_the_checkpoints_even_if_config_yaml_differs(runs: Path, tm
     assert scores(run, 3, 2).own == logged(run, 3)
 
 
+def test_the_length_of_a_sequence_is_that_of_the_checkpoints_phase(runs: Path) -> None:
+    phases = "trainer.phases=[{until: 4}, {sequence_length: 12}]"
+    base = open_run(runs / "fp32").shape.length
+    assert [open_run(runs / "fp32", step, [phases]).shape.length for step in (3, 6)] == [base, 12]
+
+
 def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) -> None:
     run = runs / "fp8_delayed"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from precision.errors import UserError
 from precision.plain import in_bf16
-from trainer.config.timeline import Timeline
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.data.document_masking import set_document_masking
 from trainer.launch.world import World
@@ -57,8 +56,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
             "set precision.backend=reference"
         )
     t, world = saved.config.trainer, World(saved.device)
-    shape = Timeline(t).at(max(saved.step, 1))
-    size, length = shape.microbatch, shape.length
+    size, length = saved.shape.microbatch, saved.shape.length
     data.validation.check_length(length)
     set_document_masking(saved.model, t, data)
     has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())

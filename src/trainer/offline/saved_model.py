@@ -32,6 +32,7 @@ from trainer.checkpoint import (
 )
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import RECIPE, Config, load
+from trainer.config.timeline import Segment, Timeline
 from trainer.config_diff import configs_before, read_yaml
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id, file_hash
@@ -62,6 +63,11 @@ class Saved:
     @property
     def step(self) -> int:
         return checkpoint_step(self.checkpoint) or 0
+
+    @property
+    def shape(self) -> Segment:
+        """Microbatch and sequence length of the checkpoint's step."""
+        return Timeline(self.config.trainer).at(max(self.step, 1))
 
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """Return the run's tokenizer, and its end-of-text token. Raises UserError if the run folder has none."""
