@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,24 +63,29 @@ def add_verified(folder: Path, stamps: dict[str, Stamp]) -> None:
 
 
 def check_whole(shards: Iterable[Shard], everything: bool, ranks: Ranks) -> None:
-    """Check that all `shards` match their sidecars. everything: read all of them, even known ones. A collective of
-    `ranks`. Raises UserError, on all of them, naming the first damaged file."""
+    """Check that all `shards` match their sidecars, and are the same on all ranks, whose nodes may have copies.
+    everything: read all of them, even known ones. A collective of `ranks`. Raises UserError, on all of them, naming the
+    first damaged file or the rank that differs."""
+    shards = list(shards)
     by_path = {shard.path.absolute(): shard for shard in shards if shard.is_file}
     opened = [by_path[path] for path in sorted(by_path)]
     known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
     unread = [shard for shard in opened if everything or known[shard.path.parent].get(shard.path.name) != _stamp(shard)]
-    everyone = ranks.gather((_identity(opened), _identity(unread) if unread else ""))
-    if not any(to_read for _, to_read in everyone):
+    contents = _contents(shards), f"{platform.node()}, {shards[0].path.parent}"
+    everyone = ranks.gather((_identity(opened), _identity(unread) if unread else "", contents))
+    _check_same([theirs for _, _, theirs in everyone])
+    if not any(to_read for _, to_read, _ in everyone):
         return
-    same = [rank for rank, (files, _) in enumerate(everyone) if files == everyone[ranks.rank][0]]
+    same = [rank for rank, (files, _, _) in enumerate(everyone) if files == everyone[ranks.rank][0]]
     if len({everyone[rank][1] for rank in same}) > 1:  # another run has just written a list
         unread = opened
     part = _share(unread, same.index(ranks.rank), len(same))
     with ThreadPoolExecutor(_THREADS) as pool:
         damage = next((each for each in pool.map(_damage, part) if each is not None), None)
-    found = [each for each in ranks.gather(damage, "verify") if each is not None]
+    found = [(rank, each) for rank, each in enumerate(ranks.gather(damage, "verify")) if each is not None]
     if found:
-        raise UserError(found[0])
+        rank, message = found[0]
+        raise UserError(message if len(same) == len(everyone) else f"rank {rank}: {message}")
     if ranks.rank == same[0]:
         _remember(unread)
 
@@ -93,6 +100,24 @@ def _identity(shards: Sequence[Shard]) -> str:
     for shard in shards:
         digest.update(f"{os.fstat(shard.descriptor).st_ino} {_stamp(shard)}\n".encode())
     return digest.hexdigest()
+
+
+def _contents(shards: Sequence[Shard]) -> str:
+    """Return a key of all tokens in their order."""
+    return hashlib.sha256("\n".join(shard.sidecar.sha256 for shard in shards).encode()).hexdigest()
+
+
+def _check_same(everyone: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError if ranks have different tokens. everyone: contents and place of each rank's."""
+    usual = Counter(contents for contents, _ in everyone).most_common(1)[0][0]
+    differ = [(rank, place) for rank, (contents, place) in enumerate(everyone) if contents != usual]
+    if differ:
+        rank, place = differ[0]
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise UserError(
+            f"data: rank {rank} ({place}){more} would train on another text than the others: give its node the same "
+            "text, or prepare it once, in a data.cache_dir that all nodes share"
+        )
 
 
 def _share(shards: Sequence[Shard], number: int, count: int) -> list[Shard]:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -34,7 +35,7 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
             "alert", 0, f"{path} cannot be locked ({error.strerror}): make sure that only one process trains in it"
         )
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
 
@@ -45,6 +46,14 @@ def is_in_place(lock: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
     except FileNotFoundError:
         return False
+
+
+def holder_of(path: Path) -> str:
+    """Return what names the last process to lock the folder, "" if the folder cannot be seen."""
+    with suppress(OSError):
+        os.listdir(path.parent)  # NFS asks its server again
+        return (path / ".lock").read_text()
+    return ""
 
 
 def _try(file: TextIO) -> bool:

@@ -24,7 +24,9 @@ torchrun the earlier processes may still be ending: rank 0 waits for the lock.
 
 import json
 import os
+import platform
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -53,7 +55,7 @@ from trainer.digests import read_signed, signed, stamped
 from trainer.files import FULL, delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, check_links, exists_already, locate, state_of
-from trainer.run.lock import is_in_place, take_lock
+from trainer.run.lock import holder_of, is_in_place, take_lock
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -69,6 +71,8 @@ RECOVERY = "recovery.json"
 BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
 """Seconds that a restarted run's processes wait for the earlier ones to end."""
+SHARED_SECONDS = 10.0
+"""Seconds in which a network file system shows a new folder to the other nodes."""
 
 
 @dataclass
@@ -150,12 +154,13 @@ class RunFolder:
     ) -> "RunFolder":
         """Open the folder that `config.run` names, and write what produced the run into it. backends: of its plan.
 
-        A collective: rank 0 opens it, the others get an equal `RunFolder` without the lock. All verify.
+        A collective: rank 0 opens it, the others get an equal `RunFolder` without the lock. All verify. Raises
+        UserError on all of them if one does not see rank 0's folder.
         """
         run, opened = config.run, []
         with ExitStack() as on_error:
 
-            def first(verify: Verify) -> tuple[str, str | None, int]:
+            def first(verify: Verify) -> tuple[str, str | None, int, str]:
                 texts = {
                     CONFIG: stamped(OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None)))),
                     "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
@@ -167,11 +172,18 @@ class RunFolder:
                 ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience, verify)
                 on_error.callback(ours.close)
                 opened.append(ours)
-                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
+                holder = holder_of(ours.path)
+                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step, holder
 
-            answer = verify_on_all_ranks(world, first, "opened")
+            path, origin, step, holder = verify_on_all_ranks(world, first, "opened")
+            try:
+                check_shared(Path(path), holder, world)
+            except UserError:
+                if opened and opened[0]._is_made:
+                    shutil.rmtree(opened[0].path, ignore_errors=True)
+                raise
             on_error.pop_all()
-        return opened[0] if opened else cls._opened_by_another(*answer)
+        return opened[0] if opened else cls._opened_by_another(path, origin, step)
 
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
@@ -277,6 +289,24 @@ class RunFolder:
                 kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
                 replace_file(kept, path.read_bytes())  # a run needs its config: it stays until it is replaced
             replace_file(path, text.encode())
+
+
+def check_shared(path: Path, holder: str, world: "World", patience: float = SHARED_SECONDS) -> None:
+    """Raise UserError, on all ranks, unless each sees the folder that `holder` has locked. With one on the disk of each
+    node every checkpoint would fail. A collective; patience: in seconds."""
+    if not world.is_distributed:
+        return
+    deadline, seen = time.monotonic() + patience, False
+    while not (seen := holder_of(path) == holder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    places = world.gather("" if seen else f"{path.absolute()} on {platform.node()}")
+    if blind := [rank for rank, place in enumerate(places) if place]:
+        others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
+        raise UserError(
+            f"run.dir={path.parent}: rank {blind[0]}{others} does not see the folder that rank 0 has opened "
+            f"({places[blind[0]]}); every rank writes its part of a checkpoint there: start all ranks with one run.dir "
+            "on a file system that all nodes share"
+        )
 
 
 def saved_backends(folder: Path | None, step: int | None = None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -144,7 +145,21 @@ def test_nodes_with_copies_of_their_own_read_them_all(data: DataConfig, hashed: 
     assert len(hashed) == 2 * count
     flip(other / "train-00001.bin", keep_time=True)
     (found,) = set(on_ranks([folder, folder, other, other], everything=True))
+    assert re.match(r"rank [23]: bins ", str(found))
     assert f"{other / 'train-00001.bin'}: the contents are not those" in str(found)
+
+
+def test_a_node_with_another_text_is_refused(
+    data: DataConfig, make_config: MakeConfig, own_corpus: Path, tmp_path: Path
+) -> None:
+    folder = prepare(data, 300).folder
+    stale = shutil.copytree(own_corpus, tmp_path / "stale")
+    file = sorted(path for path in stale.rglob("*") if path.is_file())[0]
+    file.write_text(file.read_text() + "one sentence more\n")
+    tokenizer = folder / "tokenizer.json"
+    other = prepare(make_config(stale, shard_mb=1, workers=1, tokenizer=str(tokenizer)), 300).folder
+    (found,) = set(on_ranks([folder, folder, other, other]))
+    assert re.match(rf"data: rank 2 \(.*{other}\) and 1 more would train on another text than the others: ", str(found))
 
 
 def test_a_folder_that_cannot_be_written_is_reported(

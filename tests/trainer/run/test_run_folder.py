@@ -23,8 +23,9 @@ from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import CHECKPOINTS, check_writable
+from trainer.run.lock import holder_of
 from trainer.run.resume_source import check_origin, check_resumable, identity
-from trainer.run.run_folder import EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
+from trainer.run.run_folder import EVENTS, METRICS, RunFolder, check_shared, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -46,6 +47,20 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     (run.path / "backends.json").write_text("{")
     with pytest.raises(ValueError, match=r"backends.json: cannot be read .*; remove it, and backends are chosen again"):
         saved_backends(run.path)
+
+
+def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(
+    runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with run.dir on the disk of each node: the first checkpoint would be the first to notice."""
+    monkeypatch.setattr(World, "gather", lambda _, value, named="": ["", value])
+    run, second = opened(runs), World(torch.device("cpu"), rank=1, size=2)
+    check_shared(run.path, holder_of(run.path), second)
+    for elsewhere in (runs / "b", opened(runs, "c").path):
+        with pytest.raises(
+            UserError, match=rf"run\.dir={runs}: rank 1 does not see .* \({elsewhere} on .*all nodes share"
+        ):
+            check_shared(elsewhere, f"{holder_of(run.path)} of another node", second, patience=0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- never
