@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from composed import tree_of
+from run_folders import snapshot
 
 from trainer.data import prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
@@ -84,10 +85,10 @@ def test_the_length_of_a_sequence_is_that_of_the_checkpoints_phase(runs: Path) -
 
 def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) -> None:
     run = runs / "fp8_delayed"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = snapshot(run)
     done = run_python(EVALUATE, run, "--step", "3", "--batches", "2")
     assert done.returncode == 0, done.stderr
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert snapshot(run) == before
     head, row, said = done.stdout.splitlines()[2], done.stdout.splitlines()[4].split(), done.stdout.splitlines()[-1]
     assert head.split() == ["fp8_delayed", "bf16", "gap"]
     loss = logged(run, 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_folders import snapshot
 from torch import Tensor
 
 from precision.errors import UserError
@@ -18,7 +19,6 @@ from trainer.recovery.nonfinite_probe import TensorReading
 ROOT = Path(__file__).parents[2]
 KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"
 FAULT = "debug.inject={step: 4, where: gradient, value: inf}"
-Fold = dict[str, bytes]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -46,10 +46,6 @@ def again(target: ReplayTarget, *overrides: str, against: str = "bf16", faults: 
     return replay(target, tree, ROOT / "configs" / "precision" / f"{against}.yaml", None)
 
 
-def contents(folder: Path) -> Fold:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def logged(run: Path, step: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in lines if line["step"] == step and "loss/total" in line)
@@ -70,11 +66,11 @@ def largest_change(done: Replay) -> float:
 
 
 def test_a_skipped_step_is_replayed(run: Path) -> None:
-    before = contents(run)
+    before = snapshot(run)
     target = find(run, 4, 10)
     assert (target.checkpoint and target.checkpoint.name, target.first) == ("step_00000003", 3)
     done = again(target)
-    assert contents(run) == before, "the run's folder is only read"
+    assert snapshot(run) == before, "the run's folder is only read"
     for each in (done.ours, done.theirs):  # the fault is in the step, whatever the precision
         assert each.place == "layers.1.attn (backward)"
         first = each.probe.first_bad

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from run_folders import snapshot
 
 from trainer.offline.saved_model import open_run
 
@@ -28,13 +29,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_greedy_text(runs: Path, run_python: Run) -> None:
     """In FP32, where it is certain: what the model without a cache finds likeliest, with drafts and without."""
-    before = contents(runs / "fp8")
+    before = snapshot(runs / "fp8")
     fp32 = yaml.safe_load((ROOT / "configs" / "precision" / "fp32.yaml").read_text())
     saved = open_run(runs / "fp8", precision=fp32)
     assert saved.step == 16
@@ -51,7 +48,7 @@ def test_greedy_text(runs: Path, run_python: Run) -> None:
         assert done.stdout == tokenizer.decode(tokens) + "\n"
         assert "step_00000016, fp32 on cpu" in done.stderr and "16 tokens after" in done.stderr
         assert ("drafts were right" in done.stderr) == bool(speculative)
-    assert contents(runs / "fp8") == before, "the run's folder is only read"
+    assert snapshot(runs / "fp8") == before, "the run's folder is only read"
 
 
 def test_within_documents_a_prompt_begins_one(runs: Path, run_python: Run) -> None:

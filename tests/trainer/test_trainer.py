@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import pairwise
+from run_folders import snapshot
 from small import write_corpus
 
 from trainer.config import Config
@@ -137,11 +138,11 @@ def test_a_bad_step_changes_nothing_and_is_reported(config: Configs, recipe: str
     kept: dict[int, dict[str, torch.Tensor]] = {}
     original = trainer._step
 
-    def snapshot(tokens: torch.Tensor):
+    def whole_step(tokens: torch.Tensor):
         kept[trainer.step - 1] = copy.deepcopy(everything(trainer))
         return original(tokens)
 
-    trainer._step = snapshot  # type: ignore[method-assign]
+    trainer._step = whole_step  # type: ignore[method-assign]
     summary = trainer.train()
     kept[4] = everything(trainer)
     changed = [name for name, tensor in kept[2].items() if not torch.equal(tensor, kept[3][name])]
@@ -282,14 +283,14 @@ def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp
     other.mkdir()
     for i in range(12):
         (other / f"{i}.txt").write_text(" ".join(f"another text {i * j * 7919 % 65521}" for j in range(400)))
-    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    before = snapshot(run)
     first = run / "checkpoints" / "step_00000001"
     changed = config(f"run.resume={first}", "checkpoint.keep=0", f"data.path={other}", "data.validation_fraction=0.3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a tokenizer that is too small: the refusal comes alone
         with pytest.raises(ValueError, match=r"^data: .*train\.bin is not the text of the run to resume"):
             Trainer(changed)
-    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+    assert snapshot(run) == before
 
 
 def test_what_a_run_once_started_from_may_be_gone_when_it_resumes(config: Configs, tmp_path: Path) -> None:

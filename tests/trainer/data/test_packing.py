@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folders import snapshot
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
@@ -57,15 +58,11 @@ def make_data(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return make
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}  # has times
-
-
 def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, tmp_path: Path) -> None:
     alone = prepare(make_data("one", workers=1), 512)
     assert len(alone.train.shards) == 12 and alone.train.sidecar.num_documents > 900
     assert sum(each.count for each in alone.skipped) == 12
-    whole = contents(alone.folder)
+    whole = snapshot(alone.folder)
     held_out = len(alone.validation.shards)
     assert 1 < held_out < 12, "files of `shard_mb` each, which ranks share to verify them"
     expected = {"tokenizer.json", "prepared.json"}
@@ -83,7 +80,7 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     files = {name: (partial / name).stat().st_ino for name in finished}
     assert 3 <= len(finished) < 12
     result = prepare(data, 512)
-    assert result.built and contents(result.folder) == whole
+    assert result.built and snapshot(result.folder) == whole
     kept = {name: (result.folder / name).stat().st_ino for name in finished}
     assert kept == files  # what was done was not done again
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]

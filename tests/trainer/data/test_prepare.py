@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_folders import snapshot
 
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data.corpus import scan, split
@@ -40,10 +41,6 @@ def prepare_elsewhere(folder: Path, cache: Path, killed_while: str = "never") ->
     environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PREPARE, str(folder), str(cache), killed_while]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}  # has times
 
 
 def texts(prepared: Prepared, name: str) -> list[str]:
@@ -111,7 +108,7 @@ def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
     processes = [prepare_elsewhere(corpus_folder, tmp_path) for _ in range(2)]
     assert sorted(process.communicate()[0] for process in processes) == ["False\n", "True\n"]
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert contents(folder) == contents(prepared.folder)
+    assert snapshot(folder) == snapshot(prepared.folder)
 
 
 @pytest.mark.parametrize("stage", ["training the tokenizer", "packing the text"])
@@ -125,7 +122,7 @@ def test_data_whose_preparation_was_killed_is_never_used(
     assert [path.suffix for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [".partial"]
     result = prepare(data, 512)
     assert result.built
-    assert contents(result.folder) == contents(prepared.folder)
+    assert snapshot(result.folder) == snapshot(prepared.folder)
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import snapshot
 
 from trainer.data import DataConfig, check_whole, find_or_build, prepare
 from trainer.data.bins import Shard
@@ -178,7 +179,7 @@ def test_a_folder_that_cannot_be_written_is_reported(
 def test_a_shard_that_was_damaged_after_its_process_was_killed_is_packed_again(data: DataConfig) -> None:
     """So is one whose record is: what of it was wrong would be signed as it is."""
     folder = prepare(data, 300).folder
-    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}
+    whole = snapshot(folder)
     for damaged in ("train-00000.bin", "train-00000.json", "done-00001.json"):
         shutil.rmtree(folder)
 
@@ -190,6 +191,4 @@ def test_a_shard_that_was_damaged_after_its_process_was_killed_is_packed_again(d
             prepare(data, 300, stop)
         (partial,) = folder.parent.glob("*.partial")
         flip(partial / damaged)
-        assert {
-            path.name: path.read_bytes() for path in prepare(data, 300).folder.iterdir() if path.name != "verified.json"
-        } == whole
+        assert snapshot(prepare(data, 300).folder) == whole

@@ -11,7 +11,7 @@ import pytest
 import torch
 from composed import config_of
 from omegaconf import OmegaConf
-from run_folders import TEXTS, damage, logged, make_run, quiet, snapshot
+from run_folders import TEXTS, damage, digest, logged, make_run, quiet, snapshot
 from small import SMALL
 
 from models import DeepSeek
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(
 def test_a_new_run_gets_a_folder_with_what_produced_it(runs: Path, opened: Any) -> None:
     run = opened(runs)
     assert run.path == runs / "a" and run.is_new and run.first_step == 0 and run.notes == []
-    assert snapshot(run.path) == {name: text.encode() for name, text in TEXTS.items()}
+    assert snapshot(run.path) == {name: digest(text.encode()) for name, text in TEXTS.items()}
 
 
 @pytest.mark.parametrize("checkpoints", [(), (100,)])
@@ -95,7 +95,7 @@ def test_a_folder_that_is_no_run_is_not_written_into(runs: Path, opened: Any, re
     (runs / "b").write_text("a file")
     with pytest.raises(ValueError, match="exists and is not a run folder"):
         opened(runs, "b", resume)
-    assert snapshot(runs) == {"a/thesis.tex": b"years of work", "b": b"a file"}
+    assert snapshot(runs) == {"a/thesis.tex": digest(b"years of work"), "b": digest(b"a file")}
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
