@@ -26,8 +26,7 @@ def run() -> None:
     files = parser.parse_args().files
     from trainer.data.prepared import SUMMARY, accept_prepared
     from trainer.digests import accept, accept_stamped
-    from trainer.run.location import CONFIG
-    from trainer.run.run_folder import BACKENDS, RECOVERY
+    from trainer.run.names import BACKENDS, CONFIG, RECOVERY
 
     for path in files:
         if path.name == SUMMARY:

@@ -29,13 +29,14 @@ from typing import Any
 import yaml
 
 from precision.errors import UserError
+from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, flat, read_yaml
 from trainer.files import parse_lines
+from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
+from trainer.run.names import CONFIG, METRICS
 
-# as in trainer.run.run_folder, which imports torch: this starts quickly without it
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 # sections that change no number of a run
 NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
@@ -74,7 +75,7 @@ class Run:
     @property
     def tokenizer(self) -> bytes:
         """Its tokenizer file, which usually identifies its text, too."""
-        path = self.path / "tokenizer.json"
+        path = self.path / TOKENIZER
         return path.read_bytes() if path.is_file() else b""
 
     @property
@@ -254,12 +255,7 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
     if markdown:
         ruled = [rows[0], ("---",) * len(head), *rows[1:]]
         return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def typical(run: Run, key: str) -> float | None:

@@ -58,7 +58,8 @@ def run() -> None:
 
 def read(path: Path) -> "Run":
     """Return a run with data. Raises UserError without any."""
-    from trainer.health.dashboard.read import METRICS, Run
+    from trainer.health.dashboard.read import Run
+    from trainer.run.names import METRICS
 
     if not (path / METRICS).is_file():
         lacks = f"no {METRICS} in it" if path.is_dir() else "no such folder"
@@ -73,8 +74,8 @@ def read(path: Path) -> "Run":
 
 def serve(paths: list[Path], port: int) -> None:
     """Serve until Ctrl-C. A folder may appear later, if its parent exists."""
-    from trainer.health.dashboard.read import METRICS
     from trainer.health.dashboard.serve import Server
+    from trainer.run.names import METRICS
 
     for path in paths:
         if (

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precision.errors import RunError, UserError
+from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
@@ -72,18 +73,13 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
         if score.bf16 is not None:
             row += [f"{score.bf16:.4f}", f"{perplexity(score.bf16):.2f}", f"{score.gap:+.4f}"]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *right]))
-    return lines
+    return aligned(rows)
 
 
 def logged_loss(saved: "Saved") -> float | None:
     """Return the loss that the run itself logged at the checkpoint's step."""
     from trainer.files import parse_lines
-    from trainer.run.run_folder import METRICS
+    from trainer.run.names import METRICS
 
     path = saved.run / METRICS
     entries = parse_lines(path) if path.is_file() else ()

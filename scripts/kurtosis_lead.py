@@ -26,8 +26,8 @@ from typing import Any
 from precision.errors import UserError
 from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
+from trainer.run.names import EVENTS, METRICS
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 RISE, OVER, BACK, SKIPPED = 0.5, 100, 500, 10
 NORM, LINES = 4.0, 20
 KINDS = tuple(f"act/kurtosis_{place}{kind}" for kind in ("", "_sequence") for place in ("qkv", "ffn", "block"))

@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def head(done: "Replay") -> list[str]:
         loss, norm = (target.logged.get(key) for key in ("loss/total", "optim/grad_norm"))
         cells = ("" if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (norm, ".4g")))
         rows.append(("the run logged", *cells, ""))
-    lines += ["", *aligned(rows, {0, 3})]
+    lines += ["", *aligned(rows, left=(0, 3))]
     if target.event is not None:
         lines += ["", f"the run reported: {target.event['message']}"]
     return lines
@@ -130,7 +131,7 @@ def table(done: "Replay", only: str | None = None) -> list[str]:
                 difference(x, y),
             )
         )
-    return aligned(rows, {0, 1, 2})
+    return aligned(rows, left=(0, 1, 2))
 
 
 def in_order(names: list[str]) -> list[str]:
@@ -168,16 +169,6 @@ def difference(x: "TensorReading | None", y: "TensorReading | None") -> str:
 def share(value: float | None) -> str:
     """Return a share in percent."""
     return "" if value is None else f"{100 * value:.3g} %"
-
-
-def aligned(rows: list[tuple[str, ...]], left: set[int]) -> list[str]:
-    """Return columns, those of `left` aligned to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from precision.errors import RunError, UserError
+from trainer.forecast.words import aligned
 from trainer.health.nvml import Gpu, GpuLost, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,13 +311,7 @@ def ratio(base: float | None, value: float | None) -> float | None:
 def table(rows: list[dict[str, str]]) -> str:
     """Return aligned columns; the first to the left, the others to the right."""
     head = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [head, *([row.get(key, "") for key in head] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = []
-    for line in cells:
-        padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        lines.append("  ".join([line[0].ljust(widths[0]), *padded[1:]]))
-    return "\n".join(lines)
+    return "\n".join(aligned([head, *([row.get(key, "") for key in head] for row in rows)]))
 
 
 def columns(timing: Timing, flops: float) -> dict[str, str]:

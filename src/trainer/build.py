@@ -46,8 +46,9 @@ from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
 from trainer.run.location import check_place, will_resume
+from trainer.run.names import CHECKPOINTS, METRICS, TENSORS
 from trainer.run.resume_source import check_resumable, checkpoint_origin, init_from, moved_rate
-from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, saved_backends
+from trainer.run.run_folder import Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
 from trainer.step.profiler import Profiler
@@ -237,7 +238,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         world.rank_group.on_end.append(sinks.ended)
         if config.health.dashboard:
             world.rank_group.on_end.append(lambda failure: write_at_end(folder.path, failure.message, SHORT_PATIENCE))
-        checkpointer = Checkpointer(folder.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
+        checkpointer = Checkpointer(folder.path / CHECKPOINTS, config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(
             config.profile, folder.path, engine.device, sinks.event, world.rank if world.is_distributed else None
         )

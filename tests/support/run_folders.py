@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import Checkpointer
-from trainer.run.location import CHECKPOINTS
-from trainer.run.run_folder import EVENTS, METRICS, RunFolder
+from trainer.run.names import CHECKPOINTS, EVENTS, METRICS
+from trainer.run.run_folder import RunFolder
 
 TEXTS = {"config.yaml": "lr: 1\n", "overrides.txt": "", "environment.json": "{}\n", "precision_plan.txt": "plan\n"}
 

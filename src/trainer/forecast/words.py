@@ -1,4 +1,6 @@
-"""Numbers and layouts as reports print them."""
+"""Numbers, layouts and tables as reports print them."""
+
+from collections.abc import Collection, Sequence
 
 from trainer.parallel.mesh import Degrees
 
@@ -27,3 +29,13 @@ def ranks(d: Degrees) -> str:
     others = {"context": d.context, "tensor": d.tensor, "pipeline": d.pipeline}
     more = "".join(f", {axis} {n}" for axis, n in others.items() if n > 1)
     return f"each of {d.world} ranks ({axes}{more})"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows as lines of columns: those of `left` aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [
+        [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in cells]

@@ -22,6 +22,7 @@ from trainer.config import TrainerConfig
 from trainer.config.timeline import Timeline
 from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 from trainer.forecast.header import shown
+from trainer.forecast.words import aligned
 from trainer.launch.launcher import Launch
 from trainer.run.run_folder import saved_backends
 from trainer.sinks import Summary
@@ -111,18 +112,8 @@ def sweep_table(done: Sequence[tuple[Summary, Sequence[str]]]) -> str:
         rows.append((s.folder.name, loss, rate, memory, str(s.skipped_steps)))
         apart.append(shown([override for override in overrides if override not in common]))
     wide = [(row[0], own, *row[1:]) for row, own in zip(rows, apart, strict=True)]
-    table = _aligned(wide, 2)
+    table = aligned(wide, left=(0, 1))
     if max(map(len, table)) <= get_terminal_size((sys.maxsize, 0)).columns:
         return "\n".join(table)
     rows[0] = "run", "loss", "tok/s", "GiB", "skipped"
-    return "\n".join(f"{line}\n    {own}" for line, own in zip(_aligned(rows, 1), apart, strict=True))
-
-
-def _aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
-    """Return rows as lines of columns, of which the first `texts` are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [
-        [cell.ljust(w) if i < texts else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in cells]
+    return "\n".join(f"{line}\n    {own}" for line, own in zip(aligned(rows), apart, strict=True))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from precision.errors import UserError
 from precision.plain import in_bf16
+from trainer.config.data import TOKENIZER
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.data.document_masking import set_document_masking
 from trainer.launch.world import World
-from trainer.offline.saved_model import TOKENIZER, Saved
+from trainer.offline.saved_model import Saved
 from trainer.step.evaluation import mean_loss
 
 

@@ -31,8 +31,8 @@ from trainer.launch.device import pick_device
 from trainer.offline.saved_model import ONE_PROCESS, config_at, with_overrides
 from trainer.recovery.ladder import Ladder
 from trainer.recovery.nonfinite_probe import NonfiniteProbe, probe_microbatch
-from trainer.run.location import CHECKPOINTS, CONFIG
-from trainer.run.run_folder import EVENTS, METRICS, saved_backends
+from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, METRICS
+from trainer.run.run_folder import saved_backends
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
 

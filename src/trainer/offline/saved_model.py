@@ -32,6 +32,7 @@ from trainer.checkpoint import (
 )
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import RECIPE, Config, load
+from trainer.config.data import TOKENIZER
 from trainer.config.timeline import Segment, Timeline
 from trainer.config_diff import configs_before, read_yaml
 from trainer.data import load_tokenizer
@@ -39,10 +40,9 @@ from trainer.data.tokenizer import end_of_text_id, file_hash
 from trainer.forecast.check_values import check_sizes
 from trainer.launch.device import pick_device, tune_host
 from trainer.offline.row_reader import SavedTensors
-from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.names import CHECKPOINTS, CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends
 
-TOKENIZER = "tokenizer.json"
 AXES = "replicate", "shard", "expert", "context", "tensor", "pipeline", "stages_per_rank"
 ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None, "schedule": "interleaved"}
 

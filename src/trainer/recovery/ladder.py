@@ -33,7 +33,7 @@ from trainer.checkpoint import (
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import merge_ranges
 from trainer.digests import read_signed, write_signed
-from trainer.run.run_folder import RECOVERY
+from trainer.run.names import RECOVERY
 from trainer.step.guard import TrainingStopped
 
 

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, list_checkpoints
 from trainer.files import refuse_link
+from trainer.run.names import CHECKPOINTS, CONFIG, LOGS
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
-LOGS = "logs"
 OWN_FOLDERS = LOGS, "profile", "tensorboard", "wandb"
 """Folders of a run beside its checkpoints."""
 

@@ -23,7 +23,8 @@ from trainer.config.paths import NO_PATHS
 from trainer.config_diff import HIDDEN, read_yaml
 from trainer.digests import read_stamped
 from trainer.launch.saved_config import OF_ONE_START, OwnSettings
-from trainer.run.location import CHECKPOINTS, CONFIG, state_of
+from trainer.run.location import state_of
+from trainer.run.names import CHECKPOINTS, CONFIG
 
 _ELSE = "start it with all its settings under another run.name"
 

@@ -21,7 +21,8 @@ from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.optim.build_optimizer import learning_rate
 from trainer.optim.orthogonalise import polynomials
-from trainer.run.location import CHECKPOINTS, check_name, check_place, will_resume
+from trainer.run.location import check_name, check_place, will_resume
+from trainer.run.names import CHECKPOINTS
 from trainer.run.run_folder import Note, find_checkpoint
 
 

@@ -54,8 +54,9 @@ from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
 from trainer.files import FULL, delete_temporary, replace_file, trim
 from trainer.run.environment import environment
-from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, check_links, exists_already, locate, state_of
+from trainer.run.location import as_user_error, check_links, exists_already, locate, state_of
 from trainer.run.lock import holder_of, is_in_place, take_lock
+from trainer.run.names import BACKENDS, CHECKPOINTS, CONFIG, EVENTS, METRICS, RECOVERY, TENSORS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -64,11 +65,6 @@ if TYPE_CHECKING:
 Check = Callable[[dict[str, Any], Path], None]
 """Called with (meta, path) of the checkpoint to resume from. Raises UserError if this config cannot resume from it."""
 
-METRICS = "metrics.jsonl"
-TENSORS = "tensors.jsonl"
-EVENTS = "events.jsonl"
-RECOVERY = "recovery.json"
-BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
 """Seconds that a restarted run's processes wait for the earlier ones to end."""
 SHARED_SECONDS = 10.0

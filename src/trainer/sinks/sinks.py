@@ -28,8 +28,8 @@ from trainer.config import LoggingConfig
 from trainer.config_diff import without_secrets
 from trainer.files import last_step_in
 from trainer.launch.liveness.job_store import Failure
-from trainer.run.location import CONFIG
-from trainer.run.run_folder import EVENTS, METRICS, TENSORS, RunFolder
+from trainer.run.names import CONFIG, EVENTS, METRICS, TENSORS
+from trainer.run.run_folder import RunFolder
 from trainer.sinks.console import Screen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile

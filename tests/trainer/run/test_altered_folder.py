@@ -9,8 +9,8 @@ from run_folders import TEXTS, damage, logged, make_run, snapshot
 
 from precision.errors import UserError
 from trainer.checkpoint import list_checkpoints
-from trainer.run.location import CHECKPOINTS, OWN_FOLDERS
-from trainer.run.run_folder import EVENTS, METRICS, TENSORS
+from trainer.run.location import OWN_FOLDERS
+from trainer.run.names import CHECKPOINTS, EVENTS, METRICS, TENSORS
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 

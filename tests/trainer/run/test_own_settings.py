@@ -19,7 +19,7 @@ from trainer.digests import accept_stamped, stamped
 from trainer.launch.command_line import guarded
 from trainer.launch.composition import Job, compose
 from trainer.launch.launcher import Launch
-from trainer.run.location import CHECKPOINTS
+from trainer.run.names import CHECKPOINTS
 from trainer.run.own_settings import own_settings
 
 STARTED = (

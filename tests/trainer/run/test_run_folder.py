@@ -22,10 +22,11 @@ from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.location import CHECKPOINTS, check_writable
+from trainer.run.location import check_writable
 from trainer.run.lock import holder_of
+from trainer.run.names import CHECKPOINTS, EVENTS, METRICS
 from trainer.run.resume_source import check_origin, check_resumable, identity
-from trainer.run.run_folder import EVENTS, METRICS, RunFolder, check_shared, find_checkpoint, saved_backends
+from trainer.run.run_folder import RunFolder, check_shared, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

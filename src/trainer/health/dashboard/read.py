@@ -27,13 +27,8 @@ import yaml
 
 from trainer.config_diff import read_yaml
 from trainer.files import parse_line
+from trainer.run.names import CONFIG, EVENTS, METRICS, TENSORS
 
-CONFIG, METRICS, TENSORS, EVENTS = (
-    "config.yaml",
-    "metrics.jsonl",
-    "tensors.jsonl",
-    "events.jsonl",
-)  # as in trainer.run.run_folder
 BUDGET = 48 * 2**20
 """Bytes of tensors.jsonl that are read when a run is opened, at most: about two seconds."""
 OVERLAP = 64

@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from trainer.config.timeline import steps_of_tree
-from trainer.health.dashboard.read import EVENTS, METRICS, Run
+from trainer.health.dashboard.read import Run
+from trainer.run.names import EVENTS, METRICS
 
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 QUIET_SECONDS = 120.0

@@ -1,0 +1,10 @@
+"""Names of the files and folders of a run. Imports nothing: scripts that only read runs start without torch."""
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+TENSORS = "tensors.jsonl"
+EVENTS = "events.jsonl"
+RECOVERY = "recovery.json"
+BACKENDS = "backends.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
