@@ -13,13 +13,14 @@ from omegaconf.errors import OmegaConfBaseException
 from precision import PrecisionConfig
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read_meta
+from trainer.config.data import TOKENIZER
 from trainer.files import check_new
 from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
-from trainer.offline.hf_tokenizer import TOKENIZER, TokenizerSource
+from trainer.offline.hf_tokenizer import TokenizerSource
 from trainer.offline.row_reader import SavedTensors
 from trainer.offline.saved_model import check_tokenizer, config_at
-from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.names import CHECKPOINTS, CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends
 
 

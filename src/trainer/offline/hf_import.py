@@ -47,9 +47,10 @@ from trainer.checkpoint.manifest import write_file, write_manifest
 from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
+from trainer.config.data import TOKENIZER
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
-from trainer.offline.hf_tokenizer import FILES, TOKENIZER, copy_files
+from trainer.offline.hf_tokenizer import FILES, GENERATION, TOKEN_IDS, copy_files, write_json
 from trainer.offline.row_reader import TILE, HfFolder, row_steps
 
 PLAIN = ("F32", "BF16", "F16")
@@ -114,6 +115,7 @@ def import_hf(source: Path, out: Path) -> Imported:
         choice.parent.mkdir(parents=True)
         choice.write_text(f"# Imported from {source.name!r}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
         has_tokenizer = TOKENIZER in copy_files(source, made)
+        _keep_token_ids(folder, made)
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
 
 
@@ -296,3 +298,11 @@ def _end_of_text(folder: HfFolder) -> str | None:
     if token is not None and (not isinstance(token, str) or not token.isprintable() or "${" in token):
         raise UserError(f"{folder.folder / FILES[1]}: eos_token={token!r} is not the text of a token; correct it")
     return token
+
+
+def _keep_token_ids(folder: HfFolder, made: Path) -> None:
+    """Add token ids that only config.json has to generation_config.json, from which an export takes them."""
+    recorded = folder.json(GENERATION) if (folder.folder / GENERATION).is_file() else {}
+    ids = {key: folder.config[key] for key in TOKEN_IDS if folder.config.get(key) is not None}
+    if ids.keys() - recorded.keys():
+        write_json(made / GENERATION, {**ids, **recorded})

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOKENIZER = "tokenizer.json"
-FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+from trainer.config.data import TOKENIZER
+
+GENERATION = "generation_config.json"
+FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class TokenizerSource:
         return self.end_of_text is not None or (self.path / TOKENIZER).is_file()
 
     def token_ids(self) -> dict[str, Any]:
-        """Return the ids of the tokens that begin and end a text, as in config.json (there may be several that end it);
-        without those that an imported folder does not record."""
+        """Return the ids of the tokens that begin, end and pad a text, as in config.json (there may be several that end
+        it); without those that an imported folder does not record."""
         if self.end_of_text is None:
-            path = self.path / FILES[3]
+            path = self.path / GENERATION
             recorded = json.loads(path.read_text()) if path.is_file() else {}
-            return {key: recorded[key] for key in ("bos_token_id", "eos_token_id") if key in recorded}
+            return {key: recorded[key] for key in TOKEN_IDS if key in recorded}
         from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 
         end = end_of_text_id(load_tokenizer(self.path), self.end_of_text)
@@ -63,7 +66,7 @@ class TokenizerSource:
         ids = self.token_ids()
         write_json(out / FILES[1], settings)
         write_json(out / FILES[2], special)
-        write_json(out / FILES[3], {**ids, "pad_token_id": ids["eos_token_id"]})
+        write_json(out / GENERATION, {**ids, "pad_token_id": ids["eos_token_id"]})
 
 
 def copy_files(source: Path, target: Path) -> list[str]:

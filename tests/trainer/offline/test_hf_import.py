@@ -191,6 +191,15 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
     assert ("scale_fmt" in settings) == power_of_two
 
 
+def test_token_ids_that_only_config_json_has_come_back(tmp_path: Path) -> None:
+    folder, ids = tmp_path / "published", {"bos_token_id": 3, "eos_token_id": [7, 9], "pad_token_id": 0}
+    tensors, config = published(folder, True, {})
+    write(folder, tensors, config | ids)
+    export_run(import_hf(folder, tmp_path / "in").folder, tmp_path / "out", ExportFormat.bf16)
+    for name in ("config.json", "generation_config.json"):
+        assert ids.items() <= json.loads((tmp_path / "out" / name).read_text()).items()
+
+
 @pytest.mark.parametrize("with_tokenizer", [True, False])
 @pytest.mark.parametrize("ends", [7, [7, 9]])
 def test_the_tokens_that_begin_and_end_a_text_come_back(ends: object, with_tokenizer: bool, tmp_path: Path) -> None:
