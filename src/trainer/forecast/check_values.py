@@ -1,6 +1,7 @@
 """Checks of values that need neither model nor torch, whose import takes two seconds: a mistake is reported at once."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,13 +37,20 @@ def check_values(config: Config) -> None:
 
 @contextmanager
 def in_phase(config: Config, segment: Segment) -> Iterator[None]:
-    """Name the phase in errors about a shape that it brings."""
+    """Name the phase, and its keys, in errors about a shape that it brings."""
     try:
         yield
     except UserError as error:
         if not config.trainer.phases:
             raise
-        raise UserError(f"trainer.phases, from step {segment.first} on: {error}") from None
+        phases = [phase.config for phase in Timeline(config.trainer).phases if phase.begin < segment.first]
+
+        def in_force(key: re.Match[str]) -> str:
+            given = [n for n, phase in enumerate(phases) if getattr(phase, key[1]) is not None]
+            return f"trainer.phases[{given[-1]}].{key[1]}" if given else key[0]
+
+        message = re.sub(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b", in_force, str(error))
+        raise UserError(f"trainer.phases, from step {segment.first} on: {message}") from None
 
 
 def _check_run(run: RunConfig) -> None:

@@ -81,6 +81,10 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ),
         ("precision.backend=cuda trainer.device=cpu", "precision.backend=cuda: it needs a Hopper GPU (sm_90)"),
         ("precision.backend=reference precision.never_slower=true", "precision.never_slower=true: backend=refer"),
+        (
+            "trainer.phases=[{until:2},{global_batch_size:3}]",
+            "step 3 on: trainer.microbatch_size=2: it does not divide trainer.phases[1].global_batch_size=3; set 1",
+        ),
         ("model.num_experts_per_token=5", "model.num_experts_per_token=5: there are 4 experts"),
         ("data.validation_fraction=0", "data.validation_fraction=0"),
         ("data.path=/does/not/exist", "data.path=/does/not/exist: there is no such folder"),
