@@ -5,7 +5,6 @@ import fcntl
 import os
 import platform
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -46,14 +45,6 @@ def is_in_place(lock: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
     except FileNotFoundError:
         return False
-
-
-def holder_of(path: Path) -> str:
-    """Return what names the last process to lock the folder, "" if the folder cannot be seen."""
-    with suppress(OSError):
-        os.listdir(path.parent)  # NFS asks its server again
-        return (path / ".lock").read_text()
-    return ""
 
 
 def _try(file: TextIO) -> bool:

@@ -28,7 +28,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -52,10 +52,10 @@ from trainer.checkpoint import (
 from trainer.config.paths import NO_PATHS, kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
-from trainer.files import FULL, delete_temporary, replace_file, trim
+from trainer.files import FULL, create, delete_temporary, replace_file, temporary_name, trim
 from trainer.run.environment import environment
 from trainer.run.location import as_user_error, check_links, exists_already, locate, state_of
-from trainer.run.lock import holder_of, is_in_place, take_lock
+from trainer.run.lock import is_in_place, take_lock
 from trainer.run.names import BACKENDS, CHECKPOINTS, CONFIG, EVENTS, METRICS, RECOVERY, TENSORS
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ Check = Callable[[dict[str, Any], Path], None]
 
 LOCK_SECONDS = 60.0
 """Seconds that a restarted run's processes wait for the earlier ones to end."""
-SHARED_SECONDS = 10.0
+SHARED_SECONDS = 30.0
 """Seconds in which a network file system shows a new folder to the other nodes."""
 
 
@@ -98,12 +98,13 @@ class RunFolder:
         check: Check | None = None,
         patience: float = 0.0,
         verify: Verify = verify_checkpoint,
+        locked: Callable[[Path], None] = lambda path: None,
     ) -> None:
         """Open the run `name` in `parent`. resume: never, auto or a path; see the table above.
 
         Without a name the run is named by time and `label`. `texts` are the files that record what produced the run, by
         name, `config.yaml` among them. patience: seconds to wait for a process that holds the lock. verify: of the
-        checkpoints.
+        checkpoints. locked: called with the folder before anything of it is read or written; may raise UserError.
         """
         self.notes: list[Note] = []
         self._is_made = resume in NO_PATHS and not (name is not None and os.path.exists(parent / name))
@@ -123,6 +124,7 @@ class RunFolder:
             on_error.push(self.undo)
             if state == "foreign" or (state == "run" and resume == "never"):
                 raise exists_already(self.path, state)
+            locked(self.path)
             if state == "run":
                 self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
                 if checkpoint is not None:
@@ -156,7 +158,7 @@ class RunFolder:
         run, opened = config.run, []
         with ExitStack() as on_error:
 
-            def first(verify: Verify) -> tuple[str, str | None, int, str]:
+            def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
                     CONFIG: stamped(OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None)))),
                     "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
@@ -165,21 +167,26 @@ class RunFolder:
                     BACKENDS: signed(dict(backends)),
                 }
                 patience = LOCK_SECONDS if world.rank_group.launch.attempt else 0.0
-                ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience, verify)
+                ours = cls(
+                    Path(run.dir),
+                    run.name,
+                    run.resume,
+                    config.precision.name,
+                    texts,
+                    check,
+                    patience,
+                    verify,
+                    lambda path: check_shared(path, world),
+                )
                 on_error.callback(ours.close)
                 opened.append(ours)
-                holder = holder_of(ours.path)
-                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step, holder
+                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
 
-            path, origin, step, holder = verify_on_all_ranks(world, first, "opened")
-            try:
-                check_shared(Path(path), holder, world)
-            except UserError:
-                if opened and opened[0]._is_made:
-                    shutil.rmtree(opened[0].path, ignore_errors=True)
-                raise
+            if not world.is_first:
+                check_shared(None, world)  # rank 0 calls it when it has locked the folder
+            answer = verify_on_all_ranks(world, first, "opened")
             on_error.pop_all()
-        return opened[0] if opened else cls._opened_by_another(path, origin, step)
+        return opened[0] if opened else cls._opened_by_another(*answer)
 
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
@@ -223,8 +230,8 @@ class RunFolder:
         on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
 
     def undo(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Remove a folder that this process has made, where a full disk ends the start of its run."""
-        if self._is_made and isinstance(error, OSError) and error.errno in FULL:
+        """Remove a folder that this process has made, where a refusal or a full disk ends the start of its run."""
+        if self._is_made and (isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in FULL)):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -287,22 +294,41 @@ class RunFolder:
             replace_file(path, text.encode())
 
 
-def check_shared(path: Path, holder: str, world: "World", patience: float = SHARED_SECONDS) -> None:
-    """Raise UserError, on all ranks, unless each sees the folder that `holder` has locked. With one on the disk of each
-    node every checkpoint would fail. A collective; patience: in seconds."""
+def check_shared(path: Path | None, world: "World", patience: float = SHARED_SECONDS) -> None:
+    """Raise UserError, on all ranks, unless each sees the folder `path` of rank 0. With one on the disk of each node
+    every checkpoint would fail. A collective; path: None on the other ranks. patience: in seconds.
+
+    Rank 0 makes a file for it. The lock would not do: a network file system may refuse to read what another node has
+    locked, or write it to the server only when it is closed.
+    """
     if not world.is_distributed:
         return
-    deadline, seen = time.monotonic() + patience, False
-    while not (seen := holder_of(path) == holder) and time.monotonic() < deadline:
+    mark = None
+    if path is not None:
+        mark = temporary_name(path / "shared")
+        create(mark).close()
+    made = world.on_rank_0(lambda: mark, "locked")
+    assert made is not None
+    deadline = time.monotonic() + patience
+    while not (seen := _sees(made)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    places = world.gather("" if seen else f"{path.absolute()} on {platform.node()}")
+    places = world.gather("" if seen else f"{made.parent.absolute()} on {platform.node()}", "shared")
+    if mark is not None:
+        mark.unlink(missing_ok=True)
     if blind := [rank for rank, place in enumerate(places) if place]:
         others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise UserError(
-            f"run.dir={path.parent}: rank {blind[0]}{others} does not see the folder that rank 0 has opened "
+            f"run.dir={made.parent.parent}: rank {blind[0]}{others} does not see the folder that rank 0 has opened "
             f"({places[blind[0]]}); every rank writes its part of a checkpoint there: start all ranks with one run.dir "
             "on a file system that all nodes share"
         )
+
+
+def _sees(path: Path) -> bool:
+    with suppress(OSError):
+        os.listdir(path.parent.parent)  # NFS asks its server again
+        return path.name in os.listdir(path.parent)
+    return False
 
 
 def saved_backends(folder: Path | None, step: int | None = None) -> dict[str, Any] | None:

@@ -23,7 +23,6 @@ from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import check_writable
-from trainer.run.lock import holder_of
 from trainer.run.names import CHECKPOINTS, EVENTS, METRICS
 from trainer.run.resume_source import check_origin, check_resumable, identity
 from trainer.run.run_folder import RunFolder, check_shared, find_checkpoint, saved_backends
@@ -54,14 +53,35 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(
     runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with run.dir on the disk of each node: the first checkpoint would be the first to notice."""
+    path = opened(runs).path
+    mark = path / ".shared.new"
+    mark.touch()
     monkeypatch.setattr(World, "gather", lambda _, value, named="": ["", value])
-    run, second = opened(runs), World(torch.device("cpu"), rank=1, size=2)
-    check_shared(run.path, holder_of(run.path), second)
+    monkeypatch.setattr(World, "on_rank_0", lambda _, ask, named="": ask() or mark)
+    first, second = (World(torch.device("cpu"), rank=rank, size=2) for rank in (0, 1))
+    check_shared(None, second)
+    check_shared(path, first)
+    assert [each.name for each in path.glob(".*")] == [".lock", mark.name]  # without its own
     for elsewhere in (runs / "b", opened(runs, "c").path):
+        mark = elsewhere / mark.name
         with pytest.raises(
             UserError, match=rf"run\.dir={runs}: rank 1 does not see .* \({elsewhere} on .*all nodes share"
         ):
-            check_shared(elsewhere, f"{holder_of(run.path)} of another node", second, patience=0.0)
+            check_shared(None, second, patience=0.0)
+
+
+def test_a_folder_that_not_all_ranks_see_stays_as_it_was(runs: Path, opened: Any) -> None:
+    def refuse(path: Path) -> None:
+        raise UserError("not shared")
+
+    with pytest.raises(UserError, match="not shared"):
+        opened(runs, "new", locked=refuse)
+    assert not (runs / "new").exists()
+    make_run(runs, checkpoints=(100, 200))
+    before = snapshot(runs)
+    with pytest.raises(UserError, match="not shared"):
+        opened(runs, resume="auto", texts=TEXTS | {"config.yaml": "lr: 2\n"}, locked=refuse)
+    assert snapshot(runs) == before
 
 
 # ---------------------------------------------------------------------------------------------------- never
