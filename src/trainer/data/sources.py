@@ -7,10 +7,10 @@
     hf              `hub`: rows, read here by the library `datasets`
 
 `mixed` makes one order of several sources. With weights, the next block always comes from the source that is furthest
-behind its share, in bytes of text: the shares are exact after every few megabytes, and need no random numbers. (The
-order in which documents are read does not matter for training: the loader shuffles windows over everything. The library
-`datasets` has `interleave_datasets`, which draws documents at random, weighs long and short ones alike, and supports
-only its own sources.)
+behind its share, in bytes of text (without what is held out by `validation_path`): the shares are exact after every few
+megabytes, and need no random numbers. (The order in which documents are read does not matter for training: the loader
+shuffles windows over everything. The library `datasets` has `interleave_datasets`, which draws documents at random,
+weighs long and short ones alike, and supports only its own sources.)
 """
 
 from __future__ import annotations
@@ -342,5 +342,6 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
                 raise UserError(f"{readers[source].part.key}: has no text to repeat")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
-        taken[source] += block.num_bytes
+        if not (isinstance(block, UnsplitBlock) and block.held_out):
+            taken[source] += block.num_bytes
         yield MixedBlock(source, block, source in ended)

@@ -237,6 +237,19 @@ def test_weights_are_shares_of_the_text_until_a_source_is_used_up(
     assert len(train) == len(set(train))  # nothing twice
 
 
+@pytest.mark.parametrize("stop", Stop)
+def test_weights_are_shares_of_the_training_text_if_text_of_ones_own_is_held_out(
+    prepare_for: Prepare, three: list[MixEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Stop
+) -> None:
+    small_blocks(monkeypatch)
+    own = write(tmp_path / "own", "jsonl", made_up(60, "own"))["path"]
+    web, code, _ = (replace(entry, weight=1.0) for entry in three)
+    result = prepare_for(source=Source.files, glob="*.jsonl", mix=[replace(web, validation_path=own), code], stop=stop)
+    (_, web_size), (_, code_size) = result.documents.values()
+    assert web_size / (web_size + code_size) == pytest.approx(0.5, abs=0.07)
+    assert dict(result.validations)["web"].sidecar.num_documents == 60
+
+
 def test_the_small_ones_come_again_until_all_are_used_up(
     prepare_for: Prepare, three: list[MixEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
