@@ -11,7 +11,8 @@ The scale follows the verdict on the device, like all that a step changes. If on
 finite, at a scale above `minimum`, the scale overflowed: a lower one helps, without recovery. A NaN or Inf in the
 forward pass does not depend on the scale, and at `minimum` there is no lower one: both are bad steps as in any recipe.
 (A gradient that is NaN for another reason looks like an overflow until the scale has reached `minimum`, 16 steps from
-2^16.) A spike is finite and counts as a good step for the scale.
+2^16.) A step that is skipped for another reason, as a spike or for want of room, is finite and counts as a good step
+for the scale.
 """
 
 from collections.abc import Mapping

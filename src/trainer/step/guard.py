@@ -43,10 +43,11 @@ class Verdict:
     """Outcome of one step, on the device: ok (0-d bool), and place, the one that went bad first (0-d int64, into
     `StepGuard.places`).
 
-    spike: 0-d bool, the step is finite but skipped. reading: its numbers, None unless spikes are detected. overflow:
-    0-d bool, only the backward pass is not finite, and loss_scale, 0-d, the scale that it ran with, may fall
-    (`trainer.optim.loss_scale`). fill: if tokens travel in slots, the largest share of their room that was needed
-    (`models.slots`), 0-d. crowded: 0-d bool, the step needed more room than there was, and nothing else is wrong.
+    spike: 0-d bool, the step is finite but skipped. overflow: 0-d bool, only the backward pass is not finite, and
+    loss_scale, 0-d, the scale that it ran with, may fall (`trainer.optim.loss_scale`). crowded: 0-d bool, the step
+    needed more room for tokens in slots than there was, and nothing else is wrong. reading: its numbers, None unless
+    spikes are detected. fill: if tokens travel in slots, the largest share of their room that was needed
+    (`models.slots`), 0-d.
     """
 
     step: int
@@ -54,10 +55,15 @@ class Verdict:
     place: Tensor
     spike: Tensor
     overflow: Tensor
+    crowded: Tensor
     reading: Reading | None = None
     loss_scale: Tensor | None = None
     fill: Tensor | None = None
-    crowded: Tensor | None = None
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether all numbers of the step are finite, 0-d bool, even if it is skipped for another reason."""
+        return self.ok | self.spike | self.crowded
 
 
 class Reason(NamedTuple):
@@ -113,11 +119,12 @@ class StepGuard:
         bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), fits, ~spiked])
         crowded = ~fits[0] & ~bad[:-3].any()
         ok, place, spike = ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any()
-        room = (None, None) if fill is None else (fill.clone(), crowded)
-        if loss_scale is None:
-            return Verdict(step, ok, place, spike, torch.zeros_like(ok), reading, None, *room)
-        overflow = ~ok & ~spike & ~crowded & (place >= self._first_backward) & loss_scale.can_decrease
-        return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone(), *room)
+        overflow, scale = torch.zeros_like(ok), None
+        if loss_scale is not None:
+            overflow = ~ok & ~spike & ~crowded & (place >= self._first_backward) & loss_scale.can_decrease
+            scale = loss_scale.scale.clone()
+        fill = None if fill is None else fill.clone()
+        return Verdict(step, ok, place, spike, overflow, crowded, reading, scale, fill)
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
         """Return the first place at which these amaxes [N] or losses are not finite, as an index into `places`, or
@@ -157,7 +164,7 @@ class StepGuard:
     def crowded(self, verdict: Verdict, capacity: float) -> Reason | None:
         """Return the reason of a step that was skipped because tokens had too few slots, or None if that was not the
         reason. capacity: from now on. Synchronises."""
-        if verdict.fill is None or verdict.crowded is None or not bool(verdict.crowded):
+        if verdict.fill is None or not bool(verdict.crowded):
             return None
         fill, line = float(verdict.fill), f"step {verdict.step} was skipped: "
         if fill == torch.inf:

@@ -71,6 +71,6 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     if clipped is not None:
         metrics["optim/qk_clipped_heads"] = clipped
     if e.loss_scale is not None and verdict.loss_scale is not None:
-        e.loss_scale.update(verdict.ok | verdict.spike)
+        e.loss_scale.update(verdict.finite)
         metrics["optim/loss_scale"] = verdict.loss_scale
     return StepResult(verdict, metrics, load)

@@ -30,6 +30,7 @@ SLOTS = "parallel.dispatch=slots", "parallel.dispatch_capacity=3"
 CASES = {"fp32": ["precision=fp32", "recompute=full"], "delayed": ["precision=fp8_delayed"]}
 RUNS: dict[int, dict[str, list[str]]] = {2: {**CASES, **{f"{k} slots": [*v, *SLOTS] for k, v in CASES.items()}}}
 RUNS[2]["crowded"] = RUNS[2]["observed"] = ["precision=fp8_delayed", *SLOTS]
+RUNS[2]["crowded fp16"] = ["precision=fp16", *SLOTS]
 STEPS, CROWDED = 3, 2
 
 
@@ -46,7 +47,7 @@ def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
                 assert slots.observing == OBSERVED, "a run begins without slots"
             elif name != "observed":
                 slots.observing = 0
-            if step == CROWDED and name in ("crowded", "observed"):
+            if step == CROWDED and name in ("crowded", "crowded fp16", "observed"):
                 slots.capacity = 0.3
         result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         line: dict[str, Any] = {k: float(v) for k, v in result.metrics.items() if k != "moe/slot_fill"}
@@ -126,6 +127,12 @@ def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: d
     assert skipped["reason"].startswith("step 2 was skipped: a rank's experts were sent ")
     assert f"parallel.dispatch_capacity={skipped['room']:.3g}" in skipped["reason"]
     assert after["fill"] <= 1 and after["weights"] != skipped["weights"] and skipped["room"] > 0.3
+
+
+def test_a_step_with_too_few_slots_does_not_lower_the_loss_scale(runs: dict[str, list[dict[str, Any]]]) -> None:
+    lines = runs["crowded fp16"]
+    assert [line["ok"] for line in lines] == [True, False, True] and lines[1]["fill"] > 1
+    assert len({line["optim/loss_scale"] for line in lines}) == 1
 
 
 if __name__ == "__main__":
