@@ -17,7 +17,9 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,8 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
     files = {name: listed[name] for name in largest_first[share[0] :: share[1]] if only in (None, name)}
     for name, expected in files.items():
         path = folder / name
-        try:
+        with _reading(path):
             size = path.stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{path} is missing") from None
         if size != expected["bytes"]:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {expected['bytes']}")
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:  # hashing releases the GIL
@@ -91,9 +91,8 @@ def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path} is missing") from None
+        with _reading(path):
+            text = path.read_text()
     except UnicodeDecodeError:
         raise DamagedCheckpoint(f"{path} was altered (it is not text)") from None
     try:
@@ -108,12 +107,20 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
+    with _reading(path), path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise DamagedCheckpoint if a file is missing or the disk fails. Other errors are not the checkpoint's."""
     try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
+        yield
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing") from None
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         raise DamagedCheckpoint(f"{path} cannot be read: the disk fails ({error.strerror})") from error
-    return digest.hexdigest()

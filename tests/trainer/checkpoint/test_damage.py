@@ -59,8 +59,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     assert read(before)[1] == {"step": 1}
 
 
+@pytest.mark.parametrize("file", FILES)
 def test_where_the_disk_fails_the_checkpoint_before_is_used(
-    checkpointer: Checkpointer, events: Any, monkeypatch: pytest.MonkeyPatch
+    checkpointer: Checkpointer, events: Any, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     for step in (1, 2):
         checkpointer.save(step, {"t": torch.full((100,), step)}, {"step": step})
@@ -68,7 +69,7 @@ def test_where_the_disk_fails_the_checkpoint_before_is_used(
     opened = Path.open
 
     def fails(path: Path, *how: Any, **more: Any) -> Any:
-        if path.suffix == ".safetensors" and "step_00000002" in str(path):
+        if path.name == file and "step_00000002" in str(path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return opened(path, *how, **more)
 
