@@ -104,7 +104,7 @@ def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
 class Throughput:
     """Tokens per second between readings. Time under `paused()` (evaluation, saving) does not count.
 
-    flops_per_token: of the steps to come.
+    flops_per_token: of the next step.
     """
 
     def __init__(self, flops_per_token: float, device: torch.device):
@@ -116,7 +116,7 @@ class Throughput:
         self._restart()
 
     def _restart(self) -> None:
-        self._began, self._paused, self._tokens, self._steps = time.perf_counter(), 0.0, 0, 0
+        self._began, self._paused, self._tokens, self._flops, self._steps = time.perf_counter(), 0.0, 0, 0.0, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -129,21 +129,22 @@ class Throughput:
     def step(self, tokens: int) -> None:
         """Count a finished step with this many tokens."""
         self._tokens += tokens
+        self._flops += tokens * self.flops_per_token
         self._steps += 1
 
     def read(self) -> dict[str, float]:
         """Return the rates since the last reading. The caller has waited for the device."""
         seconds = time.perf_counter() - self._began - self._paused
         self.latest = self._tokens, seconds, self._steps
-        rate = self._tokens / seconds
+        rate, flops = self._tokens / seconds, self._flops / seconds
         self._rates.append(rate)
         metrics = {
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / max(self._steps, 1),
-            "perf/tflops_per_gpu": rate * self.flops_per_token / 1e12,
+            "perf/tflops_per_gpu": flops / 1e12,
         }
         if self._peak is not None:
-            metrics["perf/mfu"] = rate * self.flops_per_token / self._peak
+            metrics["perf/mfu"] = flops / self._peak
         self._restart()
         return metrics
 

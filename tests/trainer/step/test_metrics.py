@@ -35,3 +35,14 @@ def test_tokens_per_second_of_a_run_are_the_median_without_the_first_reading(mon
             now += 7
         assert rates.read()["perf/tokens_per_second"] == tokens / seconds
         assert rates.median == median
+
+
+def test_flops_between_two_readings_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    rates = Throughput(1e12, torch.device("cpu"))
+    rates.step(3)
+    rates.flops_per_token = 2e12  # the next phase has longer sequences
+    rates.step(1)
+    now += 2.0
+    assert rates.read()["perf/tflops_per_gpu"] == (3 * 1 + 1 * 2) / 2
