@@ -180,6 +180,9 @@ class ModelConfig:
                     self._refuse(key, "out of range", fix)
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             self._refuse("q_lora_rank", "out of range", "set at least 1, or null for a direct query projection")
+        for key in (*_AT_LEAST_ONE, "num_mtp_layers", "q_lora_rank"):
+            if (getattr(self, key) or 0) > (most := _MOST.get(key, _MOST_OF_OTHERS)):
+                self._refuse(key, "out of range", f"set at most {most}")
 
     def _check_router(self) -> None:
         experts, groups, kept = self.num_experts, self.num_expert_groups, self.num_groups_per_token
@@ -220,4 +223,6 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     *("num_dense_layers", "num_mtp_layers", "router_bias_update_rate", "balance_loss_weight", "mtp_loss_weight"),
 )
+_MOST = {"num_layers": 4096, "num_mtp_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+_MOST_OF_OTHERS = 2**18  # a tensor multiplies up to three of them, and torch counts its bytes in 64 bits
 _POSITIVE = ("routed_scaling_factor", "qk_scale", "rope_theta", "rms_norm_eps", "init_std")

@@ -75,8 +75,9 @@ def check_context(config: Config, degrees: Degrees) -> None:
     for key, value in lengths.items():
         if value % degrees.context:
             fits = math.gcd(*lengths.values())
-            fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
-            refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+            fix = next(n for n in range(min(degrees.context, fits), 0, -1) if fits % n == 0)
+            why = f"it does not divide {key}={value}"
+            refuse("parallel.context", degrees.context, why, f"set {fix}, or another divisor")
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:

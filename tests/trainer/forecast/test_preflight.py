@@ -85,6 +85,8 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
             "trainer.phases=[{until:2},{global_batch_size:3}]",
             "step 3 on: trainer.microbatch_size=2: it does not divide trainer.phases[1].global_batch_size=3; set 1",
         ),
+        ("model.hidden_size=1e15", "model.hidden_size=1000000000000000: out of range; set at most 262144"),
+        ("model.num_layers=1e15", "model.num_layers=1000000000000000: out of range; set at most 4096"),
         ("model.num_experts_per_token=5", "model.num_experts_per_token=5: there are 4 experts"),
         ("data.validation_fraction=0", "data.validation_fraction=0"),
         ("data.path=/does/not/exist", "data.path=/does/not/exist: there is no such folder"),
