@@ -190,7 +190,8 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
         if line.endswith(b"\n") and begin - 1 + len(line) < num_bytes:
             return begin - 1 + len(line)
         file.seek(begin)
-        return begin + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+        ahead = file.read(4)
+        return begin + next((i for i, byte in enumerate(ahead) if byte & 0xC0 != 0x80), len(ahead))
 
 
 def read_part(path: Path, begin: int, end: int) -> Iterator[str]:

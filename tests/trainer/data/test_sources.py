@@ -160,6 +160,12 @@ def test_of_one_text_the_last_part_is_held_out(
         prepare_for(source=Source.text, path=str(tmp_path / path), glob="*.txt")
 
 
+def test_a_single_file_is_not_divided_within_its_last_character(prepare_for: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("text " * 30 + "€")
+    with pytest.raises(UserError, match=r"validation_fraction=0\.01: leaves nothing of input\.txt, 153 bytes"):
+        prepare_for(source=Source.text, path=str(tmp_path / "input.txt"), validation_fraction=0.01)
+
+
 @pytest.mark.parametrize("source", [Source.text, Source.files])
 def test_an_empty_file_is_named(prepare_for: Prepare, tmp_path: Path, source: Source) -> None:
     (tmp_path / "input.txt").touch()
