@@ -151,7 +151,7 @@ class Timeline:
         if phase.until is None:
             self.phases.append(Phase(begin, ENDLESS, phase))
             return
-        until = self._in_run(key, phase.until)
+        until = self._end_of(phase.until)
         start = begin if until.unit is Unit.steps else self.tokens(begin)
         if until.number <= start:
             raise UserError(
@@ -166,15 +166,17 @@ class Timeline:
             self._begin_at(end, after)
         self.phases.append(Phase(begin, end, phase))
 
-    def _in_run(self, key: str, value: Span) -> Amount:
-        """Return the end of a phase, in steps or tokens."""
+    def last_step_of(self, end: Span) -> int:
+        """Return the last step before the end of a phase, or of a move of the learning rate."""
+        return self._last_step(self._end_of(end))
+
+    def _end_of(self, value: Span) -> Amount:
+        """Return the end of a phase, in steps or tokens. A share is one of tokens if the length of the run is in them."""
         amount = _amount(value)
         if amount.unit is not Unit.share:
             return amount
         if self._most_tokens is not None:
             return Amount(round(amount.number * self._most_tokens), Unit.tokens)
-        if self._most_steps == ENDLESS:  # epochs of a text that is not known yet
-            return Amount(round(amount.number * ENDLESS), Unit.steps)
         return Amount(round(amount.number * self._most_steps), Unit.steps)
 
     def _begin_at(self, end: int, shape: Segment) -> None:
@@ -246,7 +248,7 @@ def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
         if each.config.lr is not None:
             until = each.config.lr_until
             end = timeline.steps if each.end == ENDLESS else each.end
-            end = end if until is None else timeline.steps_of(until)
+            end = end if until is None else timeline.last_step_of(until)
             moves.append((each.begin, end, each.config.lr, each.config.lr_shape))
     return moves
 

@@ -112,6 +112,12 @@ def test_a_shorter_run_keeps_its_course() -> None:
     assert all(short.at(step) == whole.at(step) for step in range(1, 20001, 500))
 
 
+def test_shares_of_phases_and_of_moves_of_the_rate_are_of_tokens_if_the_length_is() -> None:
+    phases = "[{until: 50%}, {global_batch_size: 8, lr: 0.1, lr_shape: linear, lr_until: 75%}]"
+    t = Timeline(trainer(f"trainer.phases={phases}", "trainer.max_tokens=8K", "trainer.max_steps=120"))
+    assert (t.steps, t.at(101).first, rates(t)) == (120, 101, [(100, 125, 0.1, Shape.linear)])
+
+
 @pytest.mark.parametrize(
     ("phases", "says"),
     [
