@@ -171,7 +171,7 @@ class Timeline:
         return self._last_step(self._end_of(end))
 
     def _end_of(self, value: Span) -> Amount:
-        """Return the end of a phase, in steps or tokens. A share is one of tokens if the length of the run is in them."""
+        """Return the end of a phase, in steps or tokens. A share is one of tokens if the length of the run is."""
         amount = _amount(value)
         if amount.unit is not Unit.share:
             return amount
