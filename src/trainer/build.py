@@ -108,12 +108,10 @@ class Run:
 
     def finish_saving(self, step: int) -> CheckpointError | None:
         """Wait for the checkpoint of the last step; if it fails, try again. Return the error of the second attempt."""
-        try:
+        with suppress(CheckpointError):
             self.checkpointer.wait()
-        except CheckpointError:
-            self.save(step)
-        else:
             return None
+        self.save(step)
         try:
             self.checkpointer.wait()
         except CheckpointError as error:

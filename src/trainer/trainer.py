@@ -132,9 +132,7 @@ class Trainer:
             result = train_step(engine, self.step, tokens, self._timeline.at(self.step).microbatch)
         self._latest = result
         self._verdicts.append((result.verdict, self.run.loader.served))
-        if (
-            engine.device.type == "cpu"
-        ):  # nothing to wait for: report at once what the host would otherwise learn at the next log
+        if engine.device.type == "cpu":  # nothing to wait for: report now what a GPU's host learns at the next log
             self._review()
 
     def _is_logged(self, step: int) -> bool:

@@ -36,13 +36,13 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans what each rank writes of its parts."""
+    """Plans to write a rank's parts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of the parts that this rank writes."""
+        """Return a plan that writes all parts."""
         parts: dict[str, ShardView] = self.state_dict
         self.plan = SavePlan(
             [
@@ -52,7 +52,6 @@ class ShardSavePlanner(DefaultSavePlanner):
                     tensor_data=TensorWriteData(part.box, TensorProperties(dtype=part.data.dtype), part.shape),
                 )
                 for name, part in parts.items()
-                if part.writes and not part.is_empty
             ]
         )
         return self.plan
@@ -121,7 +120,7 @@ def _see(path: Path, digest: FileDigest) -> None:
 def save_parts(
     writer: SafetensorsWriter, parts: Mapping[str, ShardView], group: "ProcessGroup | None" = None
 ) -> dict[str, FileDigest]:
-    """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
+    """Write these parts of this rank, by name, through DCP. Returns, on rank 0, the digests of all files written.
 
     group: of all ranks that save; None: this one alone. Raises errors on all ranks: OSError names the rank; other
     errors are raised as they are on their rank, and as DistError on the others.
