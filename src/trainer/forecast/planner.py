@@ -16,6 +16,7 @@ from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, Recompute
+from trainer.config.health import check_shadow
 from trainer.forecast.check_values import check_sizes
 from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
@@ -56,6 +57,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    check_shadow(config.health, fp8, plan.served_by("transformer_engine"))
     flops = 1e12 * (options.tflops or RATES[fp8])
     machines = [
         Machine(gpus, options.per_node, memory, flops, 1e9 * link, 1e9 * network)
@@ -64,17 +66,25 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
 
     search, batch = Search(config, plan, given), config.trainer.global_batch_size
     is_given = batch != UNSAID_BATCH or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
+    is_given &= not options.sequences
 
-    def sequences(gpus: int) -> list[int]:
-        return options.sequences or [batch // gpus if is_given and batch % gpus == 0 else SEQUENCES]
+    def batches(machine: Machine) -> list[int]:
+        return [batch] if is_given else [machine.gpus * each for each in options.sequences or [SEQUENCES]]
 
     def fastest(machine: Machine, rows: int) -> list[Cost]:
-        return list(islice(search.fastest_first(machine, sequences(machine.gpus)), rows))
+        return list(islice(search.fastest_first(machine, batches(machine)), rows))
 
     if len(machines) > 1:
         lines = [compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])]
         return "\n\n".join([*lines, EAGER] if in_a_v(config.parallel) else lines)
     machine, best = machines[0], fastest(machines[0], options.rows)
+    if not best and (why := search.refusal(machine, batches(machine))) is not None:
+        asked = {f"parallel.{axis}": size for axis, size in given.items()}
+        asked |= {"parallel.schedule": "zbv"} if in_a_v(config.parallel) else {}
+        asked |= {"trainer.global_batch_size": batch} if is_given else {}
+        some = "some of " if len(asked) > 1 else ""
+        keys = " ".join(f"{key}={value}" for key, value in asked.items())
+        raise UserError(f"--gpus={machine.gpus}: no layout can train this; {why or f'leave out {some}{keys}'}")
     if not best:
         enough = fewest(config, plan, machine)
         more = f"{enough} would do" if enough else "none are enough"

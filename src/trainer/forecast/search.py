@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count, groupby
+from itertools import count, groupby, product
 
 from precision import Plan
 from precision.errors import UserError
@@ -19,8 +19,8 @@ from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
 from trainer.forecast.muon import busiest
-from trainer.forecast.stages import check_stages, forms_whole_rounds, in_a_v, stage_models
-from trainer.forecast.tensor import check_tensor
+from trainer.forecast.preflight import check_fsdp_policy
+from trainer.forecast.stages import forms_whole_rounds, in_a_v, stage_models
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 FEWEST = FsdpPolicy(reduce_each_microbatch=False, keep_gathered=True)
@@ -31,9 +31,9 @@ AGAIN = {Recompute.none: [Recompute.selective], Recompute.selective: [Recompute.
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout: sequences per GPU and step, degrees, recomputation, microbatch, stages per rank."""
+    """A layout: sequences of a step, degrees, recomputation, microbatch, stages per rank."""
 
-    sequences: int
+    batch: int
     degrees: Degrees
     recompute: Recompute
     size: int
@@ -59,17 +59,26 @@ class Search:
         self._config = replace(config, parallel=parallel)
         self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float] | None] = {}
 
-    def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
-        """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per GPU
-        and step. Ties by simplicity, then by the fewest microbatches, which load the host least."""
+    def fastest_first(self, machine: Machine, batches: Sequence[int]) -> Iterator[Cost]:
+        """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per
+        step. Ties by simplicity, then by the fewest microbatches, which load the host least."""
         done: set[Degrees] = set()
-        for _, equals in groupby(self._in_order(machine, sequences, done), key=lambda c: f"{c.tokens_per_second:.3g}"):
+        for _, equals in groupby(self._in_order(machine, batches, done), key=lambda c: f"{c.tokens_per_second:.3g}"):
             for one in sorted(equals, key=_rank):
                 if one.degrees not in done:
                     done.add(one.degrees)
                     yield one
 
-    def _in_order(self, machine: Machine, sequences: Sequence[int], done: set[Degrees]) -> Iterator[Cost]:
+    def refusal(self, machine: Machine, batches: Sequence[int]) -> str | None:
+        """Return why there is no layout, whatever memory it may take: the trainer's reason against the simplest
+        degrees, or "" if it has none; None if there is a layout."""
+        refused: list[str] = []
+        found = list(_degrees(machine, self._config, self._given, refused))
+        if any(any(self._candidates(degrees, batch)) for degrees, batch in product(found, batches)):
+            return None
+        return refused[0] if refused and not found else ""
+
+    def _in_order(self, machine: Machine, batches: Sequence[int], done: set[Degrees]) -> Iterator[Cost]:
         """Yield layouts that fit, the fastest first. done: degrees to skip, which the caller may extend."""
         queue: list[tuple[float, int, tuple[Degrees, int] | _Candidate | _Fitting | Cost]] = []
         too_large: dict[_Candidate, int] = {}  # the smallest microbatch that does not fit, of layouts that differ in it
@@ -79,22 +88,22 @@ class Search:
             heappush(queue, (-speed, next(number), what))
 
         for degrees in self._degrees(machine):
-            for n in sequences:
-                if (share := n * machine.gpus // degrees.data) >= degrees.pipeline:
+            for batch in batches:
+                if share := _share(batch, degrees):
                     size = _divisors(share, share // degrees.pipeline)[-1]
-                    one = _Candidate(n, degrees, Recompute.none, size, self._per_rank or 1)
+                    one = _Candidate(batch, degrees, Recompute.none, size, self._per_rank or 1)
                     bound = self._timed(one, machine)
-                    push(bound.tokens / (bound.step - bound.idle), (degrees, n))
+                    push(bound.tokens / (bound.step - bound.idle), (degrees, batch))
         while queue:
             _, _, one = heappop(queue)
             if isinstance(one, tuple):
-                for each in self._candidates(machine, *one) if one[0] not in done else ():
+                for each in self._candidates(*one) if one[0] not in done else ():
                     push(self._timed(each, machine).tokens_per_second, each)
                 continue
             if (one.layout if isinstance(one, _Fitting) else one).degrees in done:
                 continue
             if isinstance(one, _Fitting):  # Muon's owners take longest to find: only now
-                found = self._timed(one.layout, machine, one.policy, one.memory, self._busiest(one.layout, machine))
+                found = self._timed(one.layout, machine, one.policy, one.memory, self._busiest(one.layout))
                 push(found.tokens_per_second, found)
                 continue
             if isinstance(one, Cost):
@@ -104,7 +113,7 @@ class Search:
                 slower = replace(one, recompute=recompute)
                 push(self._timed(slower, machine).tokens_per_second, slower)
             kind = replace(one, size=0)
-            several = one.size * one.degrees.data < one.sequences * machine.gpus
+            several = one.size * one.degrees.data < one.batch
             if several and one.size > too_large.get(kind, one.size):
                 continue
             if (fits := self._memory(one, machine)) is not None:
@@ -117,14 +126,14 @@ class Search:
             if _states(self._config, self._plan, degrees) <= SPARE * machine.memory:
                 yield degrees
 
-    def _candidates(self, machine: Machine, degrees: Degrees, sequences: int) -> Iterator[_Candidate]:
+    def _candidates(self, degrees: Degrees, batch: int) -> Iterator[_Candidate]:
         """Yield the layouts without recomputation. Microbatches of a context group are skipped if a smaller group
         computes the same pieces with fewer messages."""
-        share = sequences * machine.gpus // degrees.data  # of a group with the same sequences
-        for size in _divisors(share, share // degrees.pipeline):
+        share = _share(batch, degrees)
+        for size in _divisors(share, share // degrees.pipeline) if share else ():
             if math.gcd(size, degrees.context) == 1:
                 for per_rank in self._stages(degrees, share // size):
-                    yield _Candidate(sequences, degrees, Recompute.none, size, per_rank)
+                    yield _Candidate(batch, degrees, Recompute.none, size, per_rank)
 
     def _stages(self, degrees: Degrees, microbatches: int) -> Iterator[int]:
         """Yield numbers of stages per rank."""
@@ -133,30 +142,35 @@ class Search:
             if v == 1 or (p > 1 and p * v <= blocks + 1 and (in_a_v(parallel) or forms_whole_rounds(microbatches, p))):
                 yield v
 
-    def _run(self, one: _Candidate, machine: Machine) -> Config:
-        size = one.sequences * machine.gpus
-        trainer = replace(self._config.trainer, microbatch_size=one.size, global_batch_size=size)
+    def _run(self, one: _Candidate) -> Config:
+        trainer = replace(self._config.trainer, microbatch_size=one.size, global_batch_size=one.batch)
         parallel = replace(self._config.parallel, stages_per_rank=one.per_rank)
         return replace(self._config, trainer=trainer, recompute=one.recompute, parallel=parallel)
 
     def _timed(
         self, one: _Candidate, machine: Machine, policy: FsdpPolicy = FEWEST, memory: float = 0.0, most: float = 1.0
     ) -> Cost:
-        return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
+        return timed(self._run(one), self._plan, one.degrees, machine, policy, memory, most)
 
     def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float] | None:
         """Return the FSDP policy and the bytes; None if the layout does not fit."""
         key = machine.memory, one
         if key not in self._held:
             self._held[key] = None
-            run, room = self._run(one, machine), SPARE * machine.memory
+            run, room = self._run(one), SPARE * machine.memory
             if not exceeds(run, self._plan, one.degrees, room):
                 held, policy = forecast(run, self._plan, one.degrees, machine.memory)
                 self._held[key] = policy, sum(held.values())
         return self._held[key]
 
-    def _busiest(self, one: _Candidate, machine: Machine) -> float:
-        return busiest(self._run(one, machine), self._plan, one.degrees)
+    def _busiest(self, one: _Candidate) -> float:
+        return busiest(self._run(one), self._plan, one.degrees)
+
+
+def _share(batch: int, degrees: Degrees) -> int:
+    """Return the sequences of a group with the same ones; 0 if these degrees cannot train such a batch."""
+    share, rest = divmod(batch, degrees.data)
+    return share if not rest and share >= degrees.pipeline else 0
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
@@ -185,9 +199,11 @@ def _rank(c: Cost) -> tuple[float, ...]:
     return *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
-def _degrees(machine: Machine, config: Config, given: Mapping[str, int]) -> Iterator[Degrees]:
+def _degrees(
+    machine: Machine, config: Config, given: Mapping[str, int], refused: list[str] | None = None
+) -> Iterator[Degrees]:
     """Yield every combination that can train this config: stages if nothing refuses them, context groups that divide
-    both heads and positions, tensor groups within a node."""
+    both heads and positions, tensor groups within a node. refused: gets the trainer's reasons against others."""
 
     def sizes(axis: str, of: int) -> list[int]:
         return [n for n in ([given[axis]] if axis in given else _divisors(of)) if of % n == 0]
@@ -205,20 +221,23 @@ def _degrees(machine: Machine, config: Config, given: Mapping[str, int]) -> Iter
                         continue
                     for expert in sizes("expert", math.gcd(stage, config.model.num_experts)):
                         degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
-                        if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
+                        if not fits_expert(expert, cut * tensor, stage):
+                            continue
+                        if (why := _refusal(config, degrees)) is None:
                             yield degrees
+                        elif refused is not None:
+                            refused.append(why)
 
 
 def _divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, (most or number) + 1) if number % n == 0]
 
 
-def _trains(config: Config, degrees: Degrees) -> bool:
-    """Return whether the config can train with these degrees, apart from its batch size."""
+def _refusal(config: Config, degrees: Degrees) -> str | None:
+    """Return why the config cannot train with these degrees, apart from its batch size; None if it can."""
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
-        check_tensor(config, degrees)
-        check_stages(replace(config, trainer=enough), degrees)
-    except UserError:
-        return False
-    return True
+        check_fsdp_policy(replace(config, trainer=enough), degrees)
+    except UserError as error:
+        return str(error)
+    return None

@@ -157,13 +157,13 @@ def test_the_fewest_gpus_that_do_are_found(moonlight: tuple[Config, Plan]) -> No
     assert enough is not None and enough > 8
     one = replace(moonlight[0].trainer, microbatch_size=1, global_batch_size=1)
     for gpus, some in ((enough // 2, False), (enough, True)):
-        found = Search(replace(moonlight[0], trainer=one), moonlight[1]).fastest_first(replace(small, gpus=gpus), [1])
-        assert any(found) is some
+        search = Search(replace(moonlight[0], trainer=one), moonlight[1])
+        assert any(search.fastest_first(replace(small, gpus=gpus), [gpus])) is some
     assert fewest(*moonlight, replace(small, memory=2**20)) is None
 
 
 def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
-    found = list(Search(*moonlight).fastest_first(H200S, [8]))
+    found = list(Search(*moonlight).fastest_first(H200S, [64]))
     speeds = [float(f"{one.tokens_per_second:.3g}") for one in found]
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) == len(found) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
@@ -179,7 +179,7 @@ def test_the_fastest_of_all_comes_first(moonlight: tuple[Config, Plan]) -> None:
         made = with_(replace(moonlight[0], trainer=trainer, recompute=recompute), stages_per_rank=v)
         one = cost(made, moonlight[1], Degrees(**given), H200S)
         speeds += [one.tokens_per_second] if one.memory <= SPARE * H200S.memory else []
-    (best,) = Search(*moonlight, given).fastest_first(H200S, [8])
+    (best,) = Search(*moonlight, given).fastest_first(H200S, [64])
     assert best.tokens_per_second == pytest.approx(max(speeds), rel=5e-3), "as equal as three digits are"
 
 
@@ -197,7 +197,7 @@ def test_owners_are_found_only_for_layouts_that_may_be_the_fastest(monkeypatch: 
         return busiest(config, plan, degrees)
 
     monkeypatch.setattr("trainer.forecast.search.busiest", counted)
-    found = Search(config, plan, {"pipeline": 1}).fastest_first(H200S, [8])
+    found = Search(config, plan, {"pipeline": 1}).fastest_first(H200S, [64])
     first = next(found)
     few = len(asked)
     list(found)
@@ -250,7 +250,7 @@ def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> 
     """Memory and bubble, of layouts that a run accepts."""
     config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
     machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)
-    staged = [one for one in Search(config, plan).fastest_first(machine, [8]) if one.degrees.pipeline > 1]
+    staged = [one for one in Search(config, plan).fastest_first(machine, [64]) if one.degrees.pipeline > 1]
     assert {one.degrees.pipeline for one in staged} >= {2, 4, 8}
     assert {one.stages_per_rank for one in staged} >= {1, 2}
     for one in staged[:: len(staged) // 4]:
@@ -269,14 +269,14 @@ def test_layouts_in_a_v_have_two_stages_a_rank_and_wait_less(moonlight: tuple[Co
     in_turn = with_(v, schedule=PipelineSchedule.interleaved)
     assert idle_share(v, plan, degrees) < idle_share(in_turn, plan, degrees)
     assert forecast_memory(v, plan, degrees)["activations"] > forecast_memory(in_turn, plan, degrees)["activations"]
-    found = list(Search(with_(config, schedule=PipelineSchedule.zbv), plan).fastest_first(H200S, [8]))
+    found = list(Search(with_(config, schedule=PipelineSchedule.zbv), plan).fastest_first(H200S, [64]))
     assert found and {one.stages_per_rank for one in found} == {2}
     assert "not compiled" in stages_line(v, plan, degrees) and "compiled" not in stages_line(in_turn, plan, degrees)
 
 
 def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config, Plan]) -> None:
     config = with_(moonlight[0], fp8_all_gather=Switch.true)
-    assert {one.degrees.pipeline for one in Search(config, moonlight[1]).fastest_first(H200S, [2])} == {1}
+    assert {one.degrees.pipeline for one in Search(config, moonlight[1]).fastest_first(H200S, [16])} == {1}
 
 
 def test_a_stage_of_dense_blocks_alone_has_no_experts_to_send_to() -> None:
@@ -331,6 +331,12 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
     assert speeds[0] < speeds[1]
 
 
+def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
+    """Also one that the GPUs do not divide: some of them share sequences, or are stages."""
+    done = plan_parallelism("--gpus", "8", "model=moonlight_16b", "trainer.global_batch_size=12")
+    assert "trainer.global_batch_size=12" in done.stdout.splitlines()[-1], done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -339,6 +345,12 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
         (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
+        (
+            ["--gpus", "8", "model.num_heads=9", "model.num_layers=3", "trainer.global_batch_size=7"],
+            "--gpus=8: no layout can train this; leave out trainer.global_batch_size=7",
+        ),
+        (["--gpus", "8", "cuda_graph=true"], "no layout can train this; cuda_graph=true: the ranks' messages are not"),
+        (["--gpus", "8", "health.shadow_every=9"], "health.shadow_every=9: nothing computes in FP8"),
         (["--gpus", "8", "gpu=a100"], "gpu=a100: a step was measured on an H200 only; measure it with"),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),
