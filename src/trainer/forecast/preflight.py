@@ -62,7 +62,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
         refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     _check_cuda_graph(config, plan)
-    _check_fp8_all_gather(config, plan, world_size)
+    check_fp8_all_gather(config, plan, None if world_size is None else resolve(config.parallel, world_size))
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     check_shadow(config.health, has_fp8, plan.served_by("transformer_engine"))
     return plan
@@ -153,7 +153,8 @@ def _check_cuda_graph(config: Config, plan: Plan) -> None:
         refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
 
 
-def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) -> None:
+def check_fp8_all_gather(config: Config, plan: Plan, degrees: Degrees | None) -> None:
+    """Raise UserError if weights cannot be gathered in FP8, though the config says so. degrees: None if not known."""
     if config.parallel.fp8_all_gather is not Switch.true:
         return
     key, fix = "parallel.fp8_all_gather", "set parallel.fp8_all_gather=auto"
@@ -163,10 +164,8 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
     if config.precision.scaling.granularity is Granularity.row:
         why = "with precision.scaling.granularity=row scales need the whole weight"
         refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
-    if world_size is not None:
-        degrees = resolve(config.parallel, world_size)
-        if degrees.world > 1 and not any(
-            is_gathered_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows
-        ):
-            why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
-            refuse(key, "true", why, f"change parallel.shard, or {fix}")
+    if degrees is None or degrees.world == 1:
+        return
+    if not any(is_gathered_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows):
+        why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
+        refuse(key, "true", why, f"change parallel.shard, or {fix}")

@@ -19,7 +19,7 @@ from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
 from trainer.forecast.muon import busiest
-from trainer.forecast.preflight import check_fsdp_policy
+from trainer.forecast.preflight import check_fp8_all_gather, check_fsdp_policy
 from trainer.forecast.stages import forms_whole_rounds, in_a_v, stage_models
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
@@ -73,7 +73,7 @@ class Search:
         """Return why there is no layout, whatever memory it may take: the trainer's reason against the simplest
         degrees, or "" if it has none; None if there is a layout."""
         refused: list[str] = []
-        found = list(_degrees(machine, self._config, self._given, refused))
+        found = list(_degrees(machine, self._config, self._plan, self._given, refused))
         if any(any(self._candidates(degrees, batch)) for degrees, batch in product(found, batches)):
             return None
         return refused[0] if refused and not found else ""
@@ -122,7 +122,7 @@ class Search:
                 too_large[kind] = min(one.size, too_large.get(kind, one.size))
 
     def _degrees(self, machine: Machine) -> Iterator[Degrees]:
-        for degrees in _degrees(machine, self._config, self._given):
+        for degrees in _degrees(machine, self._config, self._plan, self._given):
             if _states(self._config, self._plan, degrees) <= SPARE * machine.memory:
                 yield degrees
 
@@ -185,7 +185,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(replace(machine, gpus=gpus), config, {}):
+        for degrees in _degrees(replace(machine, gpus=gpus), config, plan, {}):
             if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
@@ -200,7 +200,7 @@ def _rank(c: Cost) -> tuple[float, ...]:
 
 
 def _degrees(
-    machine: Machine, config: Config, given: Mapping[str, int], refused: list[str] | None = None
+    machine: Machine, config: Config, plan: Plan, given: Mapping[str, int], refused: list[str] | None = None
 ) -> Iterator[Degrees]:
     """Yield every combination that can train this config: stages if nothing refuses them, context groups that divide
     both heads and positions, tensor groups within a node. refused: gets the trainer's reasons against others."""
@@ -223,7 +223,7 @@ def _degrees(
                         degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
                         if not fits_expert(expert, cut * tensor, stage):
                             continue
-                        if (why := _refusal(config, degrees)) is None:
+                        if (why := _refusal(config, plan, degrees)) is None:
                             yield degrees
                         elif refused is not None:
                             refused.append(why)
@@ -233,11 +233,12 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, (most or number) + 1) if number % n == 0]
 
 
-def _refusal(config: Config, degrees: Degrees) -> str | None:
+def _refusal(config: Config, plan: Plan, degrees: Degrees) -> str | None:
     """Return why the config cannot train with these degrees, apart from its batch size; None if it can."""
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
         check_fsdp_policy(replace(config, trainer=enough), degrees)
+        check_fp8_all_gather(config, plan, degrees)
     except UserError as error:
         return str(error)
     return None

@@ -350,6 +350,7 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
             "--gpus=8: no layout can train this; leave out trainer.global_batch_size=7",
         ),
         (["--gpus", "8", "cuda_graph=true"], "no layout can train this; cuda_graph=true: the ranks' messages are not"),
+        (["--gpus", "8", "parallel.fp8_all_gather=true"], "parallel.fp8_all_gather=true: no weight computes in FP8"),
         (["--gpus", "8", "health.shadow_every=9"], "health.shadow_every=9: nothing computes in FP8"),
         (["--gpus", "8", "gpu=a100"], "gpu=a100: a step was measured on an H200 only; measure it with"),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
