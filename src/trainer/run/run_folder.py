@@ -216,12 +216,14 @@ class RunFolder:
         Raises an alert whether that works or not, and UserError if another process has taken its place.
         """
         try:
-            if self._lock is None or (self.path / CONFIG).is_file():
+            if self._lock is None:
                 return
             if not is_in_place(self._lock, self.path):  # `rm -rf NAME/*` leaves it
                 lock = take_lock(self.path, on_event, 0.0)
                 self._lock.close()
                 self._lock = lock
+            if (self.path / CONFIG).is_file():
+                return
             for name, content in self._kept.items():
                 replace_file(self.path / name, content)
             what = "was deleted during the run; it is created again, without its former contents"

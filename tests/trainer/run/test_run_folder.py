@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(
             UserError, match=rf"run\.dir={runs}: rank 1 does not see .* \({elsewhere} on .*all nodes share"
         ):
             check_shared(None, second, patience=0.0)
+
+
+def test_a_run_does_not_write_into_the_run_that_took_its_place(runs: Path, opened: Any) -> None:
+    """Its folder was deleted, and another run of its name begun: both saved checkpoints there."""
+    first = opened(runs)
+    shutil.rmtree(first.path)
+    opened(runs)
+    with pytest.raises(UserError, match=r"run\.name=a: .* is in use by process"):
+        first.recreate_if_deleted(3, quiet)
 
 
 def test_a_folder_that_not_all_ranks_see_stays_as_it_was(runs: Path, opened: Any) -> None:
