@@ -14,6 +14,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +64,7 @@ def read(path: Path) -> list[Event]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [event for event in json.load(file)["traceEvents"] if "dur" in event]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: no trace of torch's profiler ({error})") from error
 
 

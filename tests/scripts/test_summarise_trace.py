@@ -77,10 +77,12 @@ def test_of_many_ranks_the_first_trace_is_read(summarise: Run, tmp_path: Path) -
 
 def test_what_is_no_trace_is_one_line(summarise: Run, tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' * 99)[:40])
+    (tmp_path / "spoilt.json.gz").write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)
     (tmp_path / "other.json").write_text("[1]")
     for path, says in (
         (tmp_path, "no trace there; train with profile.steps=[10,12]"),
         (tmp_path / "cut.json.gz", "no trace of torch's profiler"),
+        (tmp_path / "spoilt.json.gz", "no trace of torch's profiler (Error -3"),
         (tmp_path / "other.json", "no trace of torch's profiler"),
     ):
         done = summarise(path)
