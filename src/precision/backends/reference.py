@@ -35,6 +35,7 @@ from precision.rows import GemmRecipe
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
 
 BLOCK = 128
+_IN_CACHE = 1 << 16  # numbers of a product that are scaled at a time
 
 
 class ReferenceBackend:
@@ -226,11 +227,28 @@ def _untile(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def _scaled(product: Tensor, a_inv: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
-    """Return product * a_inv * b_inv in `out`. Products of two FP32 numbers are exact in float64, so it rounds once."""
+    """Return product * a_inv * b_inv in `out`, rounded once.
+
+    product: [..., R, N]. Inverse scales: [], or for product [R, N] one per row or column. On a CPU the float64 numbers
+    of some rows at a time stay in its cache.
+    """
+    if product.device.type != "cpu" or torch.compiler.is_compiling():
+        return _in_float64(product, a_inv, b_inv).to(out)
+    in_rows = product.flatten(0, -2)
+    scaled, count = torch.empty_like(in_rows, dtype=out), max(1, _IN_CACHE // max(1, product.shape[-1]))
+    for start in range(0, len(in_rows), count):
+        part = slice(start, start + count)
+        a, b = (inv[part] if inv.dim() and len(inv) == len(in_rows) else inv for inv in (a_inv, b_inv))
+        scaled[part] = _in_float64(in_rows[part], a, b)
+    return scaled.view(product.shape)
+
+
+def _in_float64(product: Tensor, a_inv: Tensor, b_inv: Tensor) -> Tensor:
+    """Return product * a_inv * b_inv in float64, where products of two FP32 numbers are exact."""
     wide = product.double()
     if a_inv.dim() == b_inv.dim() == 0:
-        return wide.mul_(a_inv.double() * b_inv).to(out)
-    return wide.mul_(a_inv).mul_(b_inv).to(out)
+        return wide.mul_(a_inv.double() * b_inv)
+    return wide.mul_(a_inv).mul_(b_inv)
 
 
 def _values(data: Tensor, recipe: GemmRecipe) -> Tensor:
