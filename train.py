@@ -28,16 +28,15 @@ def run(rank_group: "RankGroup") -> None:
 
     configs = [load(job.tree) for job in jobs]
     from trainer.forecast.check_values import check_values, cut_line, with_fitting_microbatch
-    from trainer.parallel.mesh import Degrees, resolve
+    from trainer.parallel.mesh import forecast_degrees, resolve
 
     remarks = []
     for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
-        configs[i] = with_fitting_microbatch(
-            config, Degrees() if config.dry_run else resolve(config.parallel, launch.size)
-        )
+        degrees = (forecast_degrees if config.dry_run else resolve)(config.parallel, launch.size)
+        configs[i] = with_fitting_microbatch(config, degrees)
         own = None if job.settings is None else job.settings.line(kept_tree(configs[i]))
         remarks.append("\n".join(line for line in (own, cut_line(config, configs[i])) if line))
-        check_values(configs[i])  # before torch is imported: a mistake is reported at once
+        check_values(configs[i], degrees)  # before torch is imported: a mistake is reported at once
     with rank_group.importing():
         from trainer.forecast.dry_run import report
         from trainer.forecast.fits import check_memory

@@ -14,18 +14,19 @@ from trainer.config.health import check_alerts
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Segment, Timeline, each_shape, last_step
 from trainer.forecast.schedule import check_phases
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
-def check_values(config: Config) -> None:
-    """Raise UserError, naming key, value and fix, for values that no machine could train with."""
+def check_values(config: Config, degrees: Degrees = ONE_PROCESS) -> None:
+    """Raise UserError, naming key, value and fix, for values that no machine, or no ranks of `degrees`, could train
+    with."""
     _check_run(config.run)
     check_sizes(config)
     check_phases(config)
     for segment, shape in each_shape(config):
         with in_phase(config, segment):
             check_sizes(shape)
-            _check_batch(shape)
+            check_batch(shape, degrees)
     _check_recovery(config.recovery)
     _check_debug(config)
     _check_profile(config)
@@ -108,13 +109,22 @@ def check_sizes(config: Config) -> None:
         refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
 
 
-def _check_batch(config: Config) -> None:
+def check_batch(config: Config, degrees: Degrees) -> None:
+    """Raise UserError if the ranks of `degrees` cannot share the batch, or compute it in microbatches."""
     t = config.trainer
-    if t.global_batch_size % t.microbatch_size:
-        most = min(t.microbatch_size, t.global_batch_size)
-        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
-        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
+    share, rest = divmod(t.global_batch_size, degrees.data)
+    if not rest and t.global_batch_size % t.microbatch_size:
+        below = next(n for n in range(min(t.microbatch_size, share), 0, -1) if share % n == 0)
+        part = f"a rank's {share} sequences of " if degrees.data > 1 else ""
+        why = f"it does not divide {part}trainer.global_batch_size={t.global_batch_size}"
         refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
+    together = degrees.data if rest else t.microbatch_size * degrees.data
+    if t.global_batch_size % together:
+        doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
+        axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
+        who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
+        why = f"{degrees.data} {who}{doing} compute a multiple of {together} sequences"
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
 
 
 def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:

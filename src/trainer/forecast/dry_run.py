@@ -1,10 +1,8 @@
 """The output of `dry_run=true`: plan, parameters, FLOPs, a forecast of memory and time, and whether the run fits."""
 
-import math
-
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
-from trainer.config import Config, Device, OptimizerName, ParallelConfig
+from trainer.config import Config, Device, OptimizerName
 from trainer.config.timeline import at_peak_memory, each_shape
 from trainer.forecast.check_values import in_phase, with_fitting_microbatch
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
@@ -18,17 +16,15 @@ from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.stages import stages_line
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short
-from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
+from trainer.parallel.mesh import Degrees, FsdpPolicy, forecast_degrees
 
 
 def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """Return the precision, the size and each rank's memory of a run, as several lines of text.
 
-    If all degrees are given, they hold whatever the number of `processes`. A degree of -1 takes the remaining
-    processes; with one process, as few as the other degrees allow. Raises UserError if degrees do not fit each other or
-    the batch.
+    Its degrees: `forecast_degrees`. Raises UserError if they do not fit each other or the batch.
     """
-    degrees = _forecast_degrees(config.parallel, processes)
+    degrees = forecast_degrees(config.parallel, processes)
     run = with_fitting_microbatch(config, degrees)
     for segment, shape in each_shape(run):
         with in_phase(run, segment):
@@ -94,18 +90,6 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
         f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
         f"{1e3 * machine.seconds(sent, degrees.stage):.1f} ms beside the arithmetic"
     )
-
-
-def _forecast_degrees(parallel: ParallelConfig, processes: int) -> Degrees:
-    left = -1 in (parallel.replicate, parallel.shard)
-    if left and processes > 1:
-        return resolve(parallel, processes)
-    given = math.prod(
-        size
-        for size in (parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.pipeline)
-        if size > 0
-    )
-    return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
 def _fsdp_line(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:

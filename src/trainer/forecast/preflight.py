@@ -19,12 +19,12 @@ from trainer.config.health import check_power, check_shadow
 from trainer.config.timeline import Timeline, at_peak_memory, each_shape, last_step
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
-from trainer.forecast.check_values import check_values, in_phase
+from trainer.forecast.check_values import check_batch, check_values, in_phase
 from trainer.forecast.gpus import target
 from trainer.forecast.memory import is_gathered_in_fp8
 from trainer.forecast.stages import check_stages
 from trainer.forecast.tensor import check_context, check_tensor
-from trainer.parallel.mesh import Degrees, fits_expert, resolve
+from trainer.parallel.mesh import ONE_PROCESS, Degrees, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 from trainer.sinks.trackers import check_wandb
 
@@ -34,7 +34,7 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 def check(config: Config, world_size: int | None = None) -> Plan:
     """Return the resolved plan of a config that can be trained, by `world_size` processes if given. Raises UserError,
     naming key, value and fix, otherwise."""
-    check_values(config)
+    check_values(config, ONE_PROCESS if world_size is None else resolve(config.parallel, world_size))
     check_optimizer(config)
     if world_size is not None:
         for segment, shape in each_shape(config):
@@ -82,14 +82,7 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
     """Raise UserError if the ranks of `degrees` cannot train this config."""
     if degrees.world == 1:
         return
-    t = config.trainer
-    together = degrees.data if t.global_batch_size % degrees.data else t.microbatch_size * degrees.data
-    if t.global_batch_size % together:
-        doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
-        axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
-        who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
-        why = f"{degrees.data} {who}{doing} compute a multiple of {together} sequences"
-        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+    check_batch(config, degrees)
     check_context(config, degrees)
     check_tensor(config, degrees)
     check_stages(config, degrees)

@@ -158,6 +158,18 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline, tensor)
 
 
+def forecast_degrees(config: ParallelConfig, processes: int) -> Degrees:
+    """Return the degrees that a forecast is for. If all are given, they hold whatever the number of `processes`. A
+    degree of -1 takes the remaining processes; with one process, as few as the other degrees allow. Raises as
+    `resolve`."""
+    left = -1 in (config.replicate, config.shard)
+    if left and processes > 1:
+        return resolve(config, processes)
+    sizes = config.replicate, config.shard, config.context, config.tensor, config.pipeline
+    given = math.prod(size for size in sizes if size > 0)
+    return resolve(config, math.lcm(given, max(config.expert, 1)) if left else given)
+
+
 def fits_expert(expert: int, shard: int, world: int) -> bool:
     """Return whether `world` ranks in groups of `shard` can form expert groups of `expert` ranks."""
     return world % expert == 0 and (shard % expert == 0 or expert % shard == 0)

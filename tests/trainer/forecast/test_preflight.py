@@ -12,13 +12,13 @@ from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
-from trainer.forecast.check_values import with_fitting_microbatch
+from trainer.forecast.check_values import check_values, with_fitting_microbatch
 from trainer.forecast.dry_run import report
 from trainer.forecast.fits import out_of_memory_message
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
 from trainer.forecast.preflight import check, without_effect
-from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
+from trainer.parallel.mesh import Degrees, FsdpPolicy, forecast_degrees, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer
 
@@ -299,6 +299,22 @@ def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(conf
     made = config("parallel.shard=3")
     with pytest.raises(ValueError, match=r"^trainer\.global_batch_size=\d+: 3 ranks .* set a multiple of"):
         report(made, check(made))
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "says"),
+    [
+        (7, 4, "trainer.global_batch_size=7: 2 ranks compute a multiple of 2 sequences; set a multiple of 2"),
+        (12, 5, "it does not divide a rank's 6 sequences of trainer.global_batch_size=12; set 3, or another divisor"),
+    ],
+)
+def test_what_is_advised_for_a_batch_suits_its_ranks_too(config: Make, batch: int, size: int, says: str):
+    made = config("parallel=fsdp", f"trainer.global_batch_size={batch}", f"trainer.microbatch_size={size}")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check(made, world_size=2)
+    two = config("parallel.shard=2", f"trainer.global_batch_size={batch}", f"trainer.microbatch_size={size}")
+    with pytest.raises(ValueError, match=re.escape(says)):  # in a dry run by one process
+        check_values(two, forecast_degrees(two.parallel, 1))
 
 
 def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
