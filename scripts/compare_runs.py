@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from precision.errors import UserError
@@ -34,6 +35,7 @@ from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, flat, read_yaml
 from trainer.files import parse_lines
 from trainer.forecast.words import aligned
+from trainer.health.dashboard.decimate import moving_mean
 from trainer.launch.command_line import Parser, guarded
 from trainer.run.names import CONFIG, METRICS
 
@@ -145,12 +147,15 @@ def read_run(path: Path) -> Run:
         lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
     series: dict[str, dict[int, float]] = {}
+    has_loss = False
     for values in parse_lines(path / METRICS):
+        has_loss |= TRAIN in values
         for key, value in values.items():
             if isinstance(value, int | float) and key != "step":
                 series.setdefault(key, {})[values["step"]] = value
     if not series.get(TRAIN):
-        raise UserError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
+        state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
+        raise UserError(f"{path}: no {TRAIN} in {METRICS} is {state}; {fix}")
     before = {step: config.read_bytes() for step, config in configs_before(path).items()}
     texts = [*before.values(), (path / CONFIG).read_bytes()]
     try:
@@ -242,7 +247,7 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
         rows.append(
             (
                 run.label,
-                f"{run.last_step:,}" if run.last_step == goal else f"{run.last_step:,} of {goal:,}",
+                f"{run.last_step:,}" if goal in (run.last_step, None) else f"{run.last_step:,} of {goal:,}",
                 number(run.validation, ".4f"),
                 number(difference, "+.2f", " %"),
                 number(statistics.fmean(recent) if recent else None, ".4f"),
@@ -270,8 +275,8 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def percent(value: float | None, base: float | None) -> float | None:
-    """Return how far `value` lies above `base`, in percent."""
-    return None if value is None or base is None else 100 * (value / base - 1)
+    """Return how far `value` lies above `base`, in percent; None if one is missing, or `base` is 0."""
+    return None if value is None or not base else 100 * (value / base - 1)
 
 
 def remarks(runs: list[Run]) -> list[str]:
@@ -303,24 +308,19 @@ def remarks(runs: list[Run]) -> list[str]:
     return lines
 
 
-def moving_mean(values: dict[int, float], steps: int) -> dict[int, float]:
+def smoothed(values: dict[int, float], steps: int) -> dict[int, float]:
     """Return the mean over the logged values of the last `steps` steps, at each."""
-    out: dict[int, float] = {}
-    window: list[tuple[int, float]] = []
-    for step in sorted(values):
-        window.append((step, values[step]))
-        window = [(at, value) for at, value in window if at > step - steps]
-        out[step] = statistics.fmean(value for _, value in window)
-    return out
+    at = sorted(values)
+    means = moving_mean(np.array(at), np.array([values[step] for step in at]), steps)
+    return dict(zip(at, means.tolist(), strict=True))
 
 
 def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]:
     """Return the excess of a metric over the first run's, in percent, at common steps; means over `smooth`."""
     ours, theirs = run.series.get(key, {}), first.series.get(key, {})
     common = sorted(ours.keys() & theirs.keys())
-    a = moving_mean({step: ours[step] for step in common}, smooth)
-    b = moving_mean({step: theirs[step] for step in common}, smooth)
-    return {step: 100 * (a[step] / b[step] - 1) for step in common}
+    a, b = (smoothed({step: values[step] for step in common}, smooth) for values in (ours, theirs))
+    return {step: gap for step in common if (gap := percent(a[step], b[step])) is not None}
 
 
 def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
@@ -329,10 +329,10 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     paths = [out / "loss.png", out / "difference.png"]
     figure, axes = canvas("loss, nats per token", f"Training loss (mean over {smooth} steps), validation loss (marks)")
     for i, run in enumerate(runs):
-        plot(axes, run, i, runs, moving_mean(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
+        plot(axes, run, i, runs, smoothed(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
     losses = [loss for run in runs for loss in run.series[TRAIN].values()]
     end = [loss for run in runs for step, loss in run.series[TRAIN].items() if step > run.last_step / 20]
-    axes.set_ylim(min(losses) * 0.97, max(end) * 1.03)  # the fall in the first steps would flatten the rest
+    axes.set_ylim(min(losses) * 0.97, max(end or losses) * 1.03)  # the fall in the first steps would flatten the rest
     axes.legend(frameon=False)
     figure.savefig(paths[0])
 

@@ -116,6 +116,49 @@ def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path, compare: R
     assert "joule" not in plain.stdout and "slowed" not in plain.stdout
 
 
+def rewritten(run: Path, out: Path, change: Callable[[dict], dict]) -> None:
+    """A copy of a run with other lines of metrics."""
+    shutil.copytree(run, out)
+    lines = [change(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_without_a_length_is_compared(runs: Path, tmp_path: Path, compare: Run) -> None:
+    shutil.copytree(runs / "fp8", tmp_path / "fp8")
+    config = tmp_path / "fp8" / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 6", "max_steps: null"))
+    done = compare(runs, "bf16", str(tmp_path / "fp8"), "--markdown", "--no-plots")
+    assert done.returncode == 0, done.stderr
+    assert "| fp8_delayed | 6 |" in done.stdout
+
+
+def test_values_of_0_have_no_difference_in_percent(runs: Path, tmp_path: Path, compare: Run) -> None:
+    def zero(line: dict) -> dict:
+        return {key: 0.0 if key.startswith("loss/") else value for key, value in line.items()}
+
+    rewritten(runs / "bf16", tmp_path / "zero", zero)
+    done = compare(runs, str(tmp_path / "zero"), "fp8", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "%" not in done.stdout and is_png(tmp_path / "out" / "difference.png")
+
+
+def test_losses_that_are_not_finite_are_left_out(runs: Path, tmp_path: Path, compare: Run) -> None:
+    def diverged(line: dict) -> dict:
+        return {key: None if key == "loss/lm" else value for key, value in line.items()}
+
+    def late(line: dict) -> dict:
+        return line if line["step"] == 1 else diverged(line) | {"step": 100 * line["step"]}
+
+    rewritten(runs / "bf16", tmp_path / "never", diverged)
+    done = compare(runs, "fp8", str(tmp_path / "never"))
+    message = f"octet: error: {tmp_path / 'never'}: no loss/lm in metrics.jsonl is finite; leave the run out\n"
+    assert (done.returncode, done.stderr) == (2, message)
+    for name in ("late", "later"):
+        rewritten(runs / "bf16", tmp_path / name, late)
+    done = compare(tmp_path, "late", "later")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
