@@ -51,7 +51,7 @@ def run() -> None:
 
 def size_of(text: str) -> int:
     """Return the bytes that `5GB`, `512MiB` or `1000000` mean."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?B)?", text.strip().upper())
     size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if not size:
         raise UserError(f"--max-shard-size {text}: not a size; write it as 5GB or 512MiB")

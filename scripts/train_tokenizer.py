@@ -16,6 +16,8 @@ from trainer.files import replace_file
 from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 
+LARGEST_VOCABULARY = 2**24  # room for it is allocated first
+
 
 def main() -> int:
     """Return the exit code, as train.py does."""
@@ -36,9 +38,13 @@ def run() -> None:
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     from trainer.config import load
+    from trainer.config.data import SMALLEST_VOCABULARY
     from trainer.data import new_tokenizer
     from trainer.data.progress_bars import bars
 
+    if own.vocab_size is not None and not SMALLEST_VOCABULARY <= own.vocab_size <= LARGEST_VOCABULARY:
+        why = "entries of a byte-level tokenizer, of which 256 are the bytes and one ends a text"
+        raise UserError(f"--vocab-size={own.vocab_size}: {why}; set {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}")
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) > 1:
         raise UserError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")

@@ -260,6 +260,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Pa
         (runs / "fp32", out, "--step", 7): "step_00000007: no such folder",
         (runs / "fp32", runs): f"{runs}: exists",
         (runs / "fp32", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
+        (runs / "fp32", out, "--max-shard-size", 400 * "9"): f"--max-shard-size {400 * '9'}: not a size",
         (runs / "fp32", out, "--tokenizer", "no.json"): "no.json: no such file",
         (runs, out): "no checkpoint there",
     }.items():
