@@ -295,7 +295,6 @@ async function poll(token) {
       token = data.token;
       status.className = "live";
       status.textContent = "● live";
-      if (!data.runs) continue;
       const events = view.runs.reduce((sum, run) => sum + run.events.length, 0);
       take(data);
       drawHead();

@@ -78,9 +78,8 @@ function niceStep(span, count) {
 
 function linearTicks(low, high, count) {
   const step = niceStep(high - low || 1, count);
-  const ticks = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) ticks.push(at * step);
-  return { ticks, label: (value) => tickLabel(value, step) };
+  const first = Math.ceil(low / step - 1e-9), length = Math.floor(high / step + 1e-9) - first + 1; // first + 1 may be first
+  return { ticks: Array.from({ length }, (_, i) => (first + i) * step), label: (value) => tickLabel(value, step) };
 }
 
 function logTicks(low, high, count) {

@@ -42,7 +42,7 @@ class Live:
         return page(self.data(""), live=True)
 
     def data(self, token: str) -> dict[str, Any]:
-        """Return what is new since the response with this token; without `runs` if nothing is."""
+        """Return what is new since the response with this token."""
         with self._lock:
             for run in self._runs:
                 run.poll()

@@ -290,6 +290,15 @@ def test_cursor_and_zoom_of_all_charts_together(browser: Browser, pages: Path) -
     assert browser.problems == []
 
 
+@pytest.mark.parametrize(("low", "high"), [(1e18, 1e18), (0.3, 0.1 + 0.2), (1e300, 1.1e300)])
+def test_an_axis_ends_where_numbers_are_too_coarse_for_its_ticks(
+    browser: Browser, pages: Path, low: float, high: float
+) -> None:
+    browser.open((pages / "short.html").as_uri())
+    ticks = browser.run(f"linearTicks({low!r}, {high!r}, 8).ticks")
+    assert 1 <= len(ticks) <= 16 and all(abs(tick - low) <= high - low + 1e-9 * high for tick in ticks)
+
+
 def test_events_are_listed_filtered_and_marked(browser: Browser, pages: Path) -> None:
     browser.show(1400, 900)
     browser.open((pages / "one.html").as_uri())
