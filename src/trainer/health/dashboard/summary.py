@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from trainer.config.timeline import steps_of_tree
+from trainer.forecast.words import span
 from trainer.health.dashboard.read import Run
 from trainer.run.names import EVENTS, METRICS
 
@@ -108,7 +109,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     logging = every if isinstance(every, int) and every else 1
     quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
     if age > quiet:
-        return "silent", f"nothing written for {ago(age)}"
+        return "silent", f"nothing written for {span(age)}"
     return "running", ""
 
 
@@ -139,11 +140,3 @@ def _changed(run: Run, name: str) -> float:
         return (run.path / name).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def ago(seconds: float) -> str:
-    """Format a time span in one unit."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
