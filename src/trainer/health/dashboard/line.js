@@ -126,13 +126,14 @@ class LinePanel extends Panel {
   // they leave the rest readable.
   range(lines) {
     const [start, end] = shown();
-    let low = Infinity, high = -Infinity, least = Infinity, greatest = -Infinity, positive = true;
-    const lows = [], highs = [];
+    let low = Infinity, high = -Infinity, least = Infinity, greatest = -Infinity;
+    const lows = [], highs = [], some = (test) => lines.some(({ curve, from, to }) => curve.low.slice(from, to).some(test));
+    const positive = some((value) => value > 0) && !some((value) => value < 0); // a zero lies below a logarithmic axis
     for (const { curve, from, to, smooth } of lines) {
       const skip = to - from > 40 && start <= view.full[0] ? start + (end - start) * 0.03 : -Infinity;
       for (let i = from; i < to; i++) {
         if (curve.mid[i] < start || curve.mid[i] > end) continue;
-        if (curve.low[i] <= 0) positive = false;
+        if (this.log && positive && curve.low[i] === 0) continue;
         least = Math.min(least, curve.low[i]);
         greatest = Math.max(greatest, curve.high[i]);
         if (curve.mid[i] < skip) continue;

@@ -332,6 +332,35 @@ def test_a_phone_in_the_dark_with_two_runs(browser: Browser, pages: Path, tmp_pa
     assert browser.problems == []
 
 
+def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(
+    browser: Browser, tmp_path: Path, made: Callable[..., Path]
+) -> None:
+    folder = made(tmp_path / "skipped", steps=40)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[4]["optim/update_ratio"] = 0  # a skipped step has no update
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = Run(folder)
+    run.poll()
+    (tmp_path / "page.html").write_text(page(payload([run])))
+    browser.open((tmp_path / "page.html").as_uri())
+    panel = PANEL.format("Update ratio")
+    assert browser.run(f"({panel}.render(), {panel}.isLog)") and browser.run(f"{panel}.y[0]") > 1e-3
+
+
+def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callable[..., Path]) -> None:
+    runs = [Run(made(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
+    for run in runs:
+        run.poll()
+    (tmp_path / "page.html").write_text(page(payload(runs)))
+    for width in (360, 1280):
+        browser.show(width, 740)
+        browser.open((tmp_path / "page.html").as_uri())
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        edge = "(one) => one.getBoundingClientRect().right"
+        outside = f"[...document.querySelectorAll('.card select')].filter((one) => ({edge})(one) > ({edge})(one.closest('.card')))"
+        assert browser.run(f"{outside}.length") == 0
+
+
 def test_live(
     browser: Browser, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
