@@ -155,6 +155,8 @@ function schedule() {
   });
 }
 
+addEventListener("beforeprint", () => view.panels.forEach((panel) => panel.render()));
+
 const watcher = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {
