@@ -36,7 +36,6 @@ from trainer.checkpoint.folder import (
     delete_leftovers,
     delete_superseded,
     list_checkpoints,
-    newest_checkpoint,
     set_aside_after,
     superseded,
 )
@@ -60,7 +59,7 @@ class CheckpointError(OSError):
 class Checkpointer:
     """Writes checkpoints of one run into `folder` (`RUN/checkpoints`) and keeps the `keep` newest (0: all).
 
-    `on_event` receives every checkpoint saved, failed or found damaged, also from the writing thread. The constructor
+    `on_event` receives every checkpoint saved or failed, also from the writing thread. The constructor
     deletes partial files of a killed process, so hold the run's lock. world: the ranks that save; with several, all of
     them construct one (a collective), and rank 0's reports events.
     """
@@ -160,10 +159,6 @@ class Checkpointer:
         self._last = step
         if self._is_first:
             set_aside_after(self.folder, step)
-
-    def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies. Damaged ones are reported through `on_event` and skipped."""
-        return newest_checkpoint(self.folder, self._on_event)
 
     def close(self) -> None:
         """Finish what is being written and release the buffers. Raises as `wait` does."""

@@ -30,6 +30,8 @@ from trainer.files import sync_folder
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
+NO_FILE = errno.EISDIR, errno.ENOTDIR, errno.ELOOP
+"""Errors of reading a folder, in what is no folder, or a link to itself."""
 _PIECE_BYTES = 1 << 24
 _THREADS = 8
 
@@ -115,12 +117,13 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint if a file is missing or the disk fails. Other errors are not the checkpoint's."""
+    """Raise DamagedCheckpoint for a path without a file or a failing disk. Other errors are not the checkpoint's."""
     try:
         yield
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing") from None
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in (errno.EIO, *NO_FILE):
             raise
-        raise DamagedCheckpoint(f"{path} cannot be read: the disk fails ({error.strerror})") from error
+        why = "it is no file" if error.errno in NO_FILE else "the disk fails"
+        raise DamagedCheckpoint(f"{path} cannot be read: {why} ({error.strerror})") from error

@@ -37,7 +37,12 @@ def delete(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [truncate, alter, delete])
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [truncate, alter, delete, replace_by_folder])
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     checkpointer: Checkpointer, events: Any, file: str, damage: Any
@@ -45,10 +50,10 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     for step in (1, 2):
         checkpointer.save(step, {"t": torch.full((100,), step)}, {"step": step})
     checkpointer.wait()
-    newest = checkpointer.newest()
+    newest = newest_checkpoint(checkpointer.folder, events)
     assert newest is not None and newest.name == "step_00000002"
     damage(newest / file)
-    before = checkpointer.newest()
+    before = newest_checkpoint(checkpointer.folder, events)
     assert before is not None and before.name == "step_00000001"
     kind, step, message, _ = events.heard[-1]
     assert (kind, step) == ("checkpoint", 2) and "damaged" in message and "step_00000002" in message
@@ -74,7 +79,7 @@ def test_where_the_disk_fails_the_checkpoint_before_is_used(
         return opened(path, *how, **more)
 
     monkeypatch.setattr(Path, "open", fails)
-    before = checkpointer.newest()
+    before = newest_checkpoint(checkpointer.folder, events)
     assert before is not None and before.name == "step_00000001"
     assert "the disk fails" in events.heard[-1][2]
 
@@ -86,6 +91,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpointer.save(1, {"t": torch.randn(10), "n": 1}, {"tokens": 5})
     checkpointer.close()
     return folder
+
+
+@pytest.mark.parametrize("how", ["file", "link to itself"])
+def test_what_is_no_checkpoint_in_place_of_one_is_skipped(checkpointer: Checkpointer, events: Any, how: str) -> None:
+    checkpointer.save(1, {"t": torch.zeros(3)}, {})
+    checkpointer.wait()
+    path = checkpointer.folder / "step_00000002"
+    path.write_text("") if how == "file" else path.symlink_to(path.name)
+    before = newest_checkpoint(checkpointer.folder, events)
+    assert before is not None and before.name == "step_00000001"
+    assert "manifest.json cannot be read: it is no file" in events.heard[-1][2]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,11 +119,11 @@ def test_any_changed_byte_is_detected(whole: Path, tmp_path: Path, data: st.Data
         read(copy)
 
 
-def test_a_listing_that_claims_nothing_is_not_believed(checkpointer: Checkpointer) -> None:
+def test_a_listing_that_claims_nothing_is_not_believed(checkpointer: Checkpointer, events: Any) -> None:
     checkpointer.save(1, {"t": torch.zeros(3)}, {})
     checkpointer.wait()
-    path = checkpointer.newest()
+    path = newest_checkpoint(checkpointer.folder, events)
     assert path is not None
     for text in ('{"files": {}}', "[]", "null", '{"files": {}, "format": 99, "sha256": ""}'):
         (path / "manifest.json").write_text(text)
-        assert checkpointer.newest() is None
+        assert newest_checkpoint(checkpointer.folder, events) is None

@@ -23,7 +23,7 @@ def test_checkpoints_later_than_the_one_gone_on_from_are_out_of_use_until_replac
         checkpointer.save(step, {"t": torch.tensor(step)}, {})
     checkpointer.wait()
     assert [path.name for path in set_aside_after(folder, 1)] == ["step_00000002.set_aside", "step_00000003.set_aside"]
-    newest = checkpointer.newest()
+    newest = newest_checkpoint(folder, events)
     assert newest is not None and newest.name == "step_00000001"
     checkpointer.save(2, {"t": torch.tensor(20)}, {})
     checkpointer.close()

@@ -19,7 +19,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from trainer.checkpoint import Checkpointer, list_checkpoints, read
+from trainer.checkpoint import Checkpointer, list_checkpoints, newest_checkpoint, read
 from trainer.checkpoint.manifest import verify
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
@@ -36,7 +36,7 @@ while rounds > 0 or acknowledged < 5:
     if child == 0:  # resume from the newest checkpoint, saving as fast as it can, until killed
         checkpointer = Checkpointer(folder, 2, quiet)
         assert not [p for p in folder.glob(".*")] if folder.exists() else True, "leftovers"
-        newest = checkpointer.newest()
+        newest = newest_checkpoint(folder, quiet)
         step = 0 if newest is None else read(newest)[0]["step"]
         os.write(send, b"%d\\n" % step)
         while True:
