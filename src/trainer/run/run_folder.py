@@ -213,7 +213,7 @@ class RunFolder:
         """Create the folder again if it was deleted during the run, so that the run can resume from its next
         checkpoint.
 
-        Raises an alert whether that works or not, and UserError if another process has taken its place.
+        Raises an alert whether that works or not, and UserError if another run has taken its place.
         """
         try:
             if self._lock is None:
@@ -222,6 +222,9 @@ class RunFolder:
                 lock = take_lock(self.path, on_event, 0.0)
                 self._lock.close()
                 self._lock = lock
+                if (self.path / CONFIG).is_file():
+                    what = f"{self.path} was deleted during the run, and is another run's now"
+                    raise UserError(f"run.name={self.path.name}: {what}; start again under another run.name")
             if (self.path / CONFIG).is_file():
                 return
             for name, content in self._kept.items():

@@ -75,9 +75,12 @@ def test_a_run_does_not_write_into_the_run_that_took_its_place(runs: Path, opene
     """Its folder was deleted, and another run of its name begun: both saved checkpoints there."""
     first = opened(runs)
     shutil.rmtree(first.path)
-    opened(runs)
+    second = opened(runs)
     with pytest.raises(UserError, match=r"run\.name=a: .* is in use by process"):
         first.recreate_if_deleted(3, quiet)
+    second.close()
+    with pytest.raises(UserError, match=r"run\.name=a: .*/a was deleted during the run, and is another run's now"):
+        first.recreate_if_deleted(6, quiet)
 
 
 def test_a_folder_that_not_all_ranks_see_stays_as_it_was(runs: Path, opened: Any) -> None:
