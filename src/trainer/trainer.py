@@ -76,18 +76,19 @@ class Trainer:
                     if last or self._is_logged(self.step):
                         self._log()
                     saves = last or timeline.due(self.step, config.checkpoint.every)
+                    evaluates = self.step < max_steps and timeline.due(self.step, config.eval.every)
                     with self._throughput.paused():
                         run.profiler.end(self.step)
-                        if saves:
+                        if saves or evaluates:
                             self._review()
                         if run.ladder.exhausted:
                             self.step = run.rewind(self.step)
                             continue
-                        if self.step < max_steps and timeline.due(self.step, config.eval.every):
-                            self.evaluate(at_end=False)
+                        if evaluates:
+                            self.evaluate(at_end=False, stop=stop)
+                        last |= stop.received is not None
                         if last or (saves and not run.ladder.streak):  # in a streak nothing has changed
-                            with run.world.rank_group.phase("copying a checkpoint"):
-                                run.save(self.step)
+                            self._save()
                         if self.step == max_steps and not stop.received:  # it takes long: save the training first
                             validation_loss = self.evaluate(at_end=True, stop=stop)
                 return self._finish(stop, validation_loss)
@@ -140,12 +141,17 @@ class Trainer:
         at_an_end = step in (1, self._timeline.steps)
         return at_an_end or self._timeline.due(step, self.config.logging.every) or self.run.health.due(step)
 
+    def _save(self) -> None:
+        with self.run.world.rank_group.phase("copying a checkpoint"):
+            self.run.save(self.step)
+
     @torch.no_grad()
-    def evaluate(self, at_end: bool, stop: StopSignals | None = None) -> float:
+    def evaluate(self, at_end: bool, stop: StopSignals) -> float:
         """Return the mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
 
         at_end: over `eval.at_end` of them, else over `eval.batches` microbatches, spread evenly over the files. stop:
-        signals at the end of a run, where no later step could react to one: it is reported.
+        signals. After one, the step is saved first, since a job may be killed before a long evaluation ends; at the end
+        of a run it is saved already, and the signal is reported.
         """
         r, e = self.run, self.run.engine
         shape = self._timeline.at(max(self.step, 1))
@@ -154,9 +160,16 @@ class Trainer:
         windows = r.data.validation.num_windows(length)
         count = windows if most is None else min(windows, most)
 
+        if stop.received:
+            self._save()
+
         def seen(done: int) -> None:
             r.sinks.activity(f"evaluating {done:,}/{count:,}")
-            if stop is not None and (name := stop.new_signal()) is not None:
+            if not at_end and not stop.received:
+                stop.agree()
+                if stop.received:
+                    self._save()
+            elif at_end and (name := stop.new_signal()) is not None:
                 state = "all steps are trained, and the last evaluation continues; a second signal ends it"
                 r.sinks.event("signal", self.step, f"{name}: {state}")
 

@@ -278,26 +278,48 @@ def test_a_signal_that_comes_twice_at_once_is_one(config: Configs, monkeypatch: 
     assert checkpoints(trainer.run.folder.path)[-1] == "step_00000004"
 
 
-def test_a_signal_during_an_evaluation_or_a_save_saves_the_next_step(config: Configs) -> None:
-    for name, trainer in {
-        "evaluates": Trainer(config("run.name=evaluates", "eval.every=2", "checkpoint.every=2")),
-        "saves": Trainer(config("run.name=saves", "checkpoint.every=2")),
-    }.items():
-        original = trainer.evaluate if name == "evaluates" else trainer.run.save
+def test_a_signal_during_a_save_saves_the_next_step(config: Configs) -> None:
+    trainer = Trainer(config("run.name=saves", "checkpoint.every=2"))
+    save = trainer.run.save
 
-        def told(*arguments: Any, original: Any = original, **named: Any) -> Any:
-            if trainer.step == 2:  # noqa: B023
-                signal.raise_signal(signal.SIGTERM)
-            return original(*arguments, **named)
+    def told(step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        save(step)
 
-        if name == "evaluates":
-            trainer.evaluate = told  # type: ignore[method-assign]
-        else:
-            trainer.run.save = told  # type: ignore[method-assign]
-        with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 3, saved") as end:
-            trainer.train()
-        assert end.value.exit_code == 143
-        assert checkpoints(trainer.run.folder.path) == ["step_00000002", "step_00000003"]
+    trainer.run.save = told  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 3, saved") as end:
+        trainer.train()
+    assert end.value.exit_code == 143
+    assert checkpoints(trainer.run.folder.path) == ["step_00000002", "step_00000003"]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_signal_before_or_during_an_evaluation_saves_before_its_end(
+    config: Configs, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The job may be killed before a long evaluation ends."""
+    trainer = Trainer(config("run.name=a", "eval.every=2", "eval.batches=3"))
+    folder, activity = trainer.run.folder.path / "checkpoints", trainer.run.sinks.activity
+    evaluated: list[tuple[str, list[str]]] = []
+
+    def see(text: str) -> None:
+        evaluated.append((text, checkpoints(folder.parent) if folder.exists() else []))
+        if when == "during" and text.startswith("evaluating 2/"):
+            signal.raise_signal(signal.SIGTERM)
+        activity(text)
+
+    monkeypatch.setattr(trainer.run.sinks, "activity", see)
+    save = trainer.run.save
+    trainer.run.save = lambda step: (save(step), trainer.run.checkpointer.wait_for_save())  # type: ignore
+    if when == "before":
+        at(trainer, 2, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 2, saved"):
+        trainer.train()
+    texts, saved = zip(*evaluated, strict=True)
+    assert texts == ("evaluating 2/6", "evaluating 4/6", "evaluating 6/6")
+    assert list(saved) == [[] if when == "during" else ["step_00000002"], *[["step_00000002"]] * 2]
+    assert [line["step"] for line in lines(folder.parent / "metrics.jsonl") if "loss/validation" in line] == [2]
 
 
 def test_a_signal_in_the_last_evaluation_is_reported_and_the_evaluation_continues(config: Configs) -> None:
