@@ -7,7 +7,7 @@ from precision.amax_probe import AmaxProbe
 from precision.backends import get_backend
 from precision.fp8_attention import AttentionCore
 from precision.kurtosis import Kurtosis, bind_kurtosis
-from precision.linear import GroupedLinear, Linear, refresh_weights
+from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
 from precision.max_logits import MaxLogits, bind_max_logits
 from precision.plan import Plan
 from precision.scaling import ScalingArena
@@ -33,6 +33,15 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
 
 
 def begin_step(model: nn.Module, arena: ScalingArena) -> None:
-    """Start a training step: reset the previous step's amaxes and quantise every weight once."""
+    """Start a training step: reset the previous step's amaxes and quantise every weight once, unless the optimizer has
+    made it."""
     arena.begin_step()
-    refresh_weights(model, force=True)
+    made = [layer for layer in gemm_layers(model) if layer.is_made_ahead()]
+    slots = [layer.weight_slot for layer in made if layer.weight_slot is not None]
+    if slots:
+        torch._foreach_copy_([slot.amax for slot in slots], [slot.next_amax for slot in slots])  # pyright: ignore
+    for layer in gemm_layers(model):
+        if layer in made:
+            layer.take_ahead()
+        elif not layer.is_sharded:
+            layer.refresh_weight()

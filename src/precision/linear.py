@@ -52,10 +52,10 @@ from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.deferred import WeightGradientQueue
 from precision.errors import UserError
-from precision.formats import read_back
+from precision.formats import E4M3, read_back
 from precision.observe import is_observed, is_sampled, sampling_number, show_weight
 from precision.operand import GradRows, Operand
-from precision.rows import TE, GemmRecipe, GemmRow
+from precision.rows import CUDA, TE, GemmRecipe, GemmRow
 from precision.scaling import Slot
 
 
@@ -133,9 +133,11 @@ class _GemmLayer(nn.Module):
         self.recipe = row.recipe
         self.operand: WeightOperand | None = None
         self.operand_version = -1
+        self._made_ahead: tuple[int, int] | None = None  # versions of master and scales that `mark_ahead` saw
         self._shown = 0
         self.deferred: WeightGradientQueue | None = None  # where the gradients of weights wait, in a pipeline
         self.is_sharded = False  # whether `receive` makes the operand, whenever the weight has been gathered
+        self.keeps_transposed = True  # False: each backward pass transposes the weight, instead of once a step
         self.input_slot: Slot | None = None
         self.weight_slot: Slot | None = None
         self.grad_slot: Slot | None = None
@@ -182,7 +184,9 @@ class _GemmLayer(nn.Module):
         # a pending backward pass gets the same numbers again, so for autograd this is no change
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with same(kept):
-            self.operand = backend.quantize_weight(weight, scale, amax, recipe.input, recipe, self.operand)
+            self.operand = backend.quantize_weight(
+                weight, scale, amax, recipe.input, recipe, self.operand, self.keeps_transposed
+            )
         self._show(weight, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 
@@ -199,12 +203,9 @@ class _GemmLayer(nn.Module):
         return data, inv
 
     @torch.no_grad()
-    def receive_quantized(self, data: Tensor, scale_inv: Tensor, backward: bool = True) -> list[Tensor]:
+    def receive_quantized(self, data: Tensor, scale_inv: Tensor) -> list[Tensor]:
         """Take a weight that was quantised in parts as the operand; otherwise as `receive`. data: its bytes [(G,) N,
-        K].
-
-        backward: whether a backward pass reads it before it is received again.
-        """
+        K]."""
         old, data = self.operand, data.view(self.recipe.input.dtype)
         if old is not None:
             assert old.scale_inv is not None
@@ -213,7 +214,8 @@ class _GemmLayer(nn.Module):
         kept = tuple(t for t in old or () if t is not None)
         # a pending backward pass gets the same numbers again
         with torch.autograd._unsafe_preserve_version_counter(kept):  # pyright: ignore[reportPrivateImportUsage]
-            self.operand = get_backend(self.recipe.backend).weight_operand(data, scale_inv, self.recipe, old, backward)
+            backend = get_backend(self.recipe.backend)
+            self.operand = backend.weight_operand(data, scale_inv, self.recipe, old, self.keeps_transposed)
         return [] if self.operand.data_t is None else [self.operand.data_t]
 
     @torch.no_grad()
@@ -227,13 +229,58 @@ class _GemmLayer(nn.Module):
             scale, amax = self.weight_slot.scale, self.weight_slot.amax
             assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
             backend = get_backend(self.recipe.backend)
-            self.operand = backend.quantize_weight(master, scale, amax, self.recipe.input, self.recipe, out)
+            recipe = self.recipe
+            self.operand = backend.quantize_weight(
+                master, scale, amax, recipe.input, recipe, out, self.keeps_transposed
+            )
             self._show(master, self.operand)
         elif out is None or out.data.data_ptr() == master.data_ptr():
             self.operand = WeightOperand(master.to(self.recipe.input.dtype))
         else:
             out.data.copy_(master)
         self.operand_version = self.weight._version
+
+    def made_ahead(self) -> tuple[Tensor, ...] | None:
+        """Return what an optimizer must write to make the compute weight together with the master: BF16 data, or E4M3
+        data, the scales to use, and inverse scales and amaxes to write. None: it cannot; scales are not known before.
+        """
+        recipe, operand, slot = self.recipe, self.operand, self.weight_slot
+        if self.te is not None or self.is_sharded or operand is None or not operand.data.is_contiguous():
+            return None
+        if slot is None:
+            return (operand.data,) if operand.data.dtype == torch.bfloat16 else None
+        if recipe.input != E4M3 or recipe.backend != CUDA or not (recipe.delayed and recipe.scales_tensors):
+            return None
+        assert slot.next_scale is not None and operand.scale_inv is not None and slot.next_amax is not None
+        return operand.data, slot.next_scale, operand.scale_inv, slot.next_amax
+
+    def mark_ahead(self) -> None:
+        """Note that the optimizer has made the compute weight for the next step."""
+        self.operand_version = self.weight._version
+        self._made_ahead = self._versions()
+
+    def forget_ahead(self) -> None:
+        """Note that master or scales are others: they were loaded."""
+        self._made_ahead = None
+
+    def is_made_ahead(self) -> bool:
+        """Return whether `mark_ahead` was called, and neither master nor scales have changed since."""
+        return self._made_ahead is not None and self._made_ahead == self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        scales = None if self.weight_slot is None else self.weight_slot.scales
+        return self.weight._version, 0 if scales is None else scales._version
+
+    @torch.no_grad()
+    def take_ahead(self) -> None:
+        """Complete an operand that was made ahead."""
+        operand = self.operand
+        assert operand is not None
+        if operand.data_t is not None and operand.scale_inv is not None:
+            get_backend(self.recipe.backend).weight_operand(
+                operand.data, operand.scale_inv, self.recipe, operand, self.keeps_transposed
+            )
+        self._show(self.weight.detach(), operand)
 
     def _show(self, weight: Tensor, made: WeightOperand) -> None:
         """Show a weight to the sampler, once per step."""

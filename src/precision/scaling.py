@@ -57,7 +57,9 @@ def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_t
 class Slot:
     """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
 
-    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. In a stack
+    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them; so are
+    `next_amax` and `next_scale`, for weights that the optimizer makes. `scales` [N]: the arena's scales of all tensors,
+    whose version tells when they change. In a stack
     they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other process
     does, and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
     """
@@ -67,6 +69,9 @@ class Slot:
         self.part = range(len(names))
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
+        self.next_amax: Tensor | None = None
+        self.next_scale: Tensor | None = None
+        self.scales: Tensor | None = None
         self.place: Tensor | None = None
 
 
@@ -90,7 +95,8 @@ class ScalingArena:
     """All scaling state of a model on one device. See the module docstring.
 
     names: N row names, in the order of the forward pass where modules define it. amax [N], scale [N], history [N, H]:
-    FP32. max_logits [attention cores, H] FP32: see `max_logits`.
+    FP32. next_amax, next_scale [N] FP32: of weights that the optimizer makes for the next step. max_logits [attention
+    cores, H] FP32: see `max_logits`.
     """
 
     def __init__(self, slots: Iterable[Slot], scaling: ScalingConfig, delayed: bool, device: torch.device | str):
@@ -106,16 +112,17 @@ class ScalingArena:
         self.scaled = self.limit > 0  # [N] bool: the others are only recorded
         self.num_scaled = sum(limit > 0 for limit in limits)
         size = len(self.names)
-        self.amax = torch.zeros(size, device=device)
+        self.amax, self.next_amax = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.max_logits = torch.zeros(0, 0, device=device)
-        self.scale = torch.zeros(size, device=device)
+        self.scale, self.next_scale = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.history = torch.zeros(size, scaling.history if delayed else 0, device=device)
         start = 0
         for slot in unique:
             stop = start + len(slot.names)
             # .data gives each view its own version counter, or one layer's write would invalidate what another saved
             rows = slice(start + slot.part.start, start + slot.part.stop) if slot.stacked else start
-            slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
+            slot.amax, slot.scale, slot.scales = self.amax.data[rows], self.scale.data[rows], self.scale
+            slot.next_amax, slot.next_scale = self.next_amax.data[rows], self.next_scale.data[rows]
             slot.place = torch.tensor([start], device="cpu")
             start = stop
 
@@ -130,9 +137,13 @@ class ScalingArena:
 
     def commit(self, ok: Tensor) -> None:
         """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else
-        write nothing. With current scaling there is no history; the scales of the step are recorded."""
+        write nothing. With current scaling there is no history; the scales of the step are recorded.
+
+        Call it before the optimizer's step, which makes weights under the next scales.
+        """
         if not self.names:
             return
+        self.next_amax.zero_()
         if not self.delayed:  # scales were the tensors' own: these are for the logs
             self._set_scale(self.amax)
             return
@@ -141,6 +152,9 @@ class ScalingArena:
         pushed = torch.cat([self.amax.minimum(highest)[:, None], self.history[:, :-1]], dim=1)
         self.history.copy_(torch.where(ok, pushed, self.history))
         self._update_scale()
+        # a weight that has no history yet changes little in a step: the step's amax serves for its next scale
+        own = scale_from_amax(self.amax, self.limit, self._scaling.margin, self._scaling.power_of_two)
+        torch.where(self.scale > 0, self.scale, own, out=self.next_scale)
 
     def state_dict(self) -> dict[str, Tensor | list[str]]:
         """Return the histories and the names of their rows, for the checkpoint. Scales follow from them."""

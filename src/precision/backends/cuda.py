@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from precision.backends.interface import GradOperand, WeightOperand
+from precision.config import Granularity
 from precision.formats import Format
 from precision.kernels import ffn_ops, ops
 from precision.kernels.common import MODES, Cast, by_block
@@ -36,6 +37,11 @@ def cast_of(recipe: GemmRecipe, fmt: Format) -> Cast:
     """Return how tensors of a recipe are cast into `fmt`."""
     scaling = recipe.scaling
     return Cast(fmt, MODES[scaling.granularity], recipe.delayed, scaling.margin, scaling.power_of_two)
+
+
+def _has_two_casts(recipe: GemmRecipe) -> bool:
+    """Return whether a weight's copy for the input gradient has scales, and so numbers, of its own."""
+    return recipe.scaling.granularity is Granularity.row
 
 
 class CudaBackend:
@@ -77,14 +83,16 @@ class CudaBackend:
         fmt: Format,
         recipe: GemmRecipe,
         out: WeightOperand | None,
+        transposed: bool = True,
     ) -> WeightOperand:
-        """Return BF16(master) in FP8 and its transposed copy, both viewed as [(G,) N, K]."""
-        into = None
-        if out is not None:
-            assert out.scale_inv is not None and out.data_t is not None and out.copy_scale_inv is not None
-            into = out.data, out.scale_inv, out.data_t.mT, out.copy_scale_inv
-        data, inv, data_t, inv_t = cast_weight(master, scale_row, amax_row, cast_of(recipe, fmt), into)
-        return WeightOperand(data, inv, data_t.mT, None if inv_t is inv else inv_t)
+        """Return BF16(master) in FP8 and, if kept, its transposed copy, both viewed as [(G,) N, K]."""
+        transposed, into = transposed or _has_two_casts(recipe), None
+        if out is not None and (out.data_t is not None) == transposed:
+            assert out.scale_inv is not None and out.copy_scale_inv is not None
+            data_t = out.data.new_empty(0) if out.data_t is None else out.data_t.mT
+            into = out.data, out.scale_inv, data_t, out.copy_scale_inv
+        data, inv, data_t, inv_t = cast_weight(master, scale_row, amax_row, cast_of(recipe, fmt), into, transposed)
+        return WeightOperand(data, inv, data_t.mT if transposed else None, None if inv_t is inv else inv_t)
 
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
@@ -95,16 +103,16 @@ class CudaBackend:
         return data, inv
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, transposed: bool
     ) -> WeightOperand:
-        """Return the operand of a weight in FP8, with its transposed copy."""
+        """Return the operand of a weight in FP8 and, if kept, its transposed copy."""
         if out is None:
             inv_t = None if recipe.scales_tensors else scale_inv.mT.contiguous()
-            out = WeightOperand(data, scale_inv, data.new_empty(data.mT.shape).mT, inv_t)
+            data_t = data.new_empty(data.mT.shape).mT if transposed else None
+            out = WeightOperand(data, scale_inv, data_t, inv_t)
         elif out.scale_inv_t is not None:
             out.scale_inv_t.copy_(scale_inv.mT)
-        assert out.data_t is not None
-        if backward:
+        if out.data_t is not None:
             transpose_weight(data, out.data_t.mT)
         return out
 
@@ -116,9 +124,10 @@ class CudaBackend:
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
         """Return dx [R, K] in recipe.output's dtype."""
-        if dy.scale_inv is None or weight.data_t is None:
+        if dy.scale_inv is None:
             return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe)
-        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.copy_scale_inv, offsets, recipe)
+        w_t = ops.transpose_weight(weight.data) if weight.data_t is None else weight.data_t.mT
+        return self._nt(dy.data, dy.scale_inv, w_t, weight.copy_scale_inv, offsets, recipe)
 
     def wgrad(
         self,

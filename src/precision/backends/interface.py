@@ -20,8 +20,9 @@ class WeightOperand(NamedTuple):
     [(G,) ceil(N/128), ceil(K/128)].
 
     The *_t pair is a second copy of the same shape for the input gradient. It exists if row scales would vary along the
-    gradient's sum (its scales are [(G,) 1, K] then), or if the tensor cores need the other memory order. scale_inv_t
-    None: the copy is read with scale_inv. (A traced autograd.Function takes a tensor once: torch 2.13.)
+    gradient's sum (its scales are [(G,) 1, K] then), or if the tensor cores need the other memory order and the copy is
+    kept (otherwise each backward pass makes it). scale_inv_t None: the copy is read with scale_inv. (A traced
+    autograd.Function takes a tensor once: torch 2.13.)
     """
 
     data: Tensor
@@ -80,9 +81,10 @@ class Backend(Protocol):
         fmt: Format,
         recipe: GemmRecipe,
         out: WeightOperand | None,
+        transposed: bool = True,
     ) -> WeightOperand:
         """Return FP8 of BF16(master) [N, K], or of a stack [G, N, K] with scales per expert; in the memory of `out` if
-        given."""
+        given. transposed: with a copy in the other memory order, if the backend's input gradient reads one."""
         ...
 
     def quantize_part(
@@ -96,10 +98,10 @@ class Backend(Protocol):
         ...
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, transposed: bool
     ) -> WeightOperand:
         """Return the operand of a weight [(G,) N, K] in FP8, in this memory. out: the previous one of the same memory.
-        backward: whether a backward pass reads it; otherwise the memory that only backward reads stays unset."""
+        transposed: as for `quantize_weight`."""
         ...
 
     def forward(

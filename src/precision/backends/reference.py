@@ -89,6 +89,7 @@ class ReferenceBackend:
         fmt: Format,
         recipe: GemmRecipe,
         out: WeightOperand | None,
+        transposed: bool = True,
     ) -> WeightOperand:
         """Return BF16(master) [N, K] in FP8, or a stack [G, N, K] with scales per expert."""
         fresh = self._quantize_weight(master.to(torch.bfloat16), scale_row, amax_row, fmt, recipe)
@@ -108,7 +109,7 @@ class ReferenceBackend:
         return made.data, made.scale_inv
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, transposed: bool
     ) -> WeightOperand:
         """Return the operand of a weight in FP8."""
         return WeightOperand(data, scale_inv) if out is None else out

@@ -27,6 +27,7 @@ from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
 from precision.kernels.swiglu_blocks import swiglu_backward_blocks
+from precision.kernels.weights import transpose_weight
 from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
 from precision.permutation import TILE, rows_in_tiles
@@ -75,6 +76,11 @@ def _wgrad(
 def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None, out: torch.dtype) -> Tensor:
     """Return a^T b of a [R, M], b [R, N] BF16, [(E,) M, N] in `out`."""
     return grouped_gemm.wgrad_bf16(a, b, to, out) if to is not None else plain_wgrad(a, b, out)
+
+
+def _in_order(w: Tensor) -> Tensor:
+    """Return an FP8 weight contiguous: a layer that keeps no transposed copy passes a view of the other order."""
+    return w if w.is_contiguous() else transpose_weight(w.mT, None)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -151,7 +157,8 @@ def ffn_backward(
     """Return dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] in `out` (FP32 or BF16), the router weights' gradient
     [T, K] FP32 (or empty), and the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
 
-    dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] in the input gradients' layout; the rest from `ffn_forward`.
+    dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] in the input gradients' layout, or in FP8 views of the other one; the
+    rest from `ffn_forward`.
 
     The amaxes are returned, not written into the arena: where an operator mutates two views of one buffer, inductor
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11).
@@ -201,7 +208,8 @@ def input_gradients(
             show_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
-    dh = _nt(d, d_inv, w2, w2_inv, casts, to)
+    dh = _nt(d, d_inv, _in_order(w2), w2_inv, casts, to)
+    del d
     if mode == const.TENSOR.value:
         d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
             dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
@@ -223,7 +231,8 @@ def input_gradients(
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
     if is_sampled():
         _sample_d1(dh, y1, d1, d1_inv, to, casts.grad, d1_place)
-    dx, dweight = _nt(d1, d1_inv, w1, w1_inv, casts, to), _empty(x)
+    del dh
+    dx, dweight = _nt(d1, d1_inv, _in_order(w1), w1_inv, casts, to), _empty(x)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)
         assert made is not None
@@ -266,6 +275,7 @@ def _backward_bf16(
     d = gather(dy, None, to, None)[0] if to is not None else dy
     dh = _nt(d, d, w2, w2, casts, to)
     d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
+    del dh
     dx, dweight = _nt(d1, d1, w1, w1, casts, to), _empty(dy)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)

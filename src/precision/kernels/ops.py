@@ -12,6 +12,7 @@ from precision.kernels import cast as _cast
 from precision.kernels import const
 from precision.kernels import norm as _norm
 from precision.kernels import rotary as _rotary
+from precision.kernels import weights as _weights
 from precision.kernels.common import Cast, padded_rows
 from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
@@ -91,6 +92,17 @@ def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     R, C = x8.shape
     yt = torch.empty(C, padded_rows(R), device=x8.device, dtype=x8.dtype)
     return yt, _transposed_scales(x8, Cast.parse(how), R, C)
+
+
+@operator("transpose_weight")
+def transpose_weight(data: Tensor) -> Tensor:
+    """See `kernels.weights.transpose_weight`."""
+    return _weights.transpose_weight(data.contiguous(), None)
+
+
+@torch.library.register_fake(transpose_weight)
+def _(data: Tensor) -> Tensor:
+    return data.new_empty(data.mT.shape)
 
 
 @operator("rms_norm", mutates_args=("amax",))

@@ -119,7 +119,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
         "parameters": masters,
         "gradients": masters,
         "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
-        "compute weights": sum(_copies(plan, degrees).values()),
+        "compute weights": sum(_copies(plan, degrees, *(keeps_transposed(config, degrees),) * 2).values()),
         "activations": _in_flight(config, plan, degrees, microbatches) * tokens,
         "head": head_gradient_bytes(plan) / degrees.tensor,
     }
@@ -247,14 +247,15 @@ def _gathered_with(name: str, row: GemmRow, degrees: Degrees) -> str:
 
 
 @cached_per_plan
-def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
-    """Return the bytes of compute weights by block ("": they stay); for experts, those of one rank."""
+def _copies(plan: Plan, degrees: Degrees, stay: bool, gathered: bool) -> dict[str, float]:
+    """Return the bytes of compute weights by block ("": they stay); for experts, those of one rank. stay, gathered:
+    `keeps_transposed` for those that stay, and for those that are gathered."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups / parts(row, degrees)
-        sizes[_gathered_with(name, row, degrees)] += (
-            row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
-        )
+        where = _gathered_with(name, row, degrees)
+        width = _weight_bytes(row.recipe, (gathered if where else stay) or not _block_of(name))
+        sizes[where] += row.in_features * row.out_features * groups * width
     return sizes
 
 
@@ -312,7 +313,7 @@ def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
 def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
     """Return the bytes of compute weights alive at a time: always those outside the blocks; of the blocks all, or the
     previous, the current and the next one, plus the parts of the others that are sent."""
-    copies = _copies(plan, degrees)
+    copies = _copies(plan, degrees, keeps_transposed(config, degrees), keeps_transposed(config, degrees, keeps))
     words = config.model.vocab_size // degrees.tensor
     embedding = words * config.model.hidden_size * plan.tensors["embed"].format.bytes
     beside = copies.pop("", 0.0) + embedding
@@ -369,12 +370,21 @@ def _in_flight(config: Config, plan: Plan, degrees: Degrees, microbatches: float
     return max(each, inputs + gradients) * microbatches + gradients / 2
 
 
-def _weight_bytes(recipe: GemmRecipe) -> int:
-    """Return the bytes per element of a compute weight: none in FP32, which reads the master. In FP8 the reference has
-    two copies if scales go by row, cuda always two; Transformer Engine has two and the BF16 weight."""
+def keeps_transposed(config: Config, degrees: Degrees, stays: bool = True) -> bool:
+    """Return whether an FP8 weight of a block keeps the transposed copy that the input gradient reads. With one
+    microbatch a step, or where the weight does not stay between passes, each backward pass makes it."""
+    t = config.trainer
+    return stays and t.global_batch_size > t.microbatch_size * degrees.data
+
+
+def _weight_bytes(recipe: GemmRecipe, transposed: bool) -> int:
+    """Return the bytes per element of a compute weight: none in FP32, which reads the master. In FP8 there are two
+    copies if scales go by row, and in cuda if the transposed one is kept; Transformer Engine has two and the BF16
+    weight."""
     width = recipe.input.bytes
     if width != 1:
         return 0 if width == 4 else width
-    if recipe.backend == "reference":
-        return 2 if recipe.scaling.granularity is Granularity.row else 1
-    return 4 if recipe.backend == "transformer_engine" else 2
+    if recipe.backend == "transformer_engine":
+        return 4
+    by_row = recipe.scaling.granularity is Granularity.row
+    return 2 if by_row or (transposed and recipe.backend == "cuda") else 1

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from precision import gemm_layers
 from precision.formats import BY_NAME
 from precision.proof import OPTIMIZER, refused
 from trainer.config import OptimConfig, Schedule
@@ -147,15 +148,17 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(p, dtype=moments),
                 "exp_avg_sq": torch.zeros_like(p, dtype=moments),
             }
-        self._kernel = self._make_kernel(config) if _has_kernel(device) else None
+        self._kernel = self._make_kernel(config, model) if _has_kernel(device) else None
         self._grad_norms = self._make_grad_norms(device) if self._kernel is not None else self._plain_norms
 
-    def _make_kernel(self, config: OptimConfig) -> "FusedAdamW":
+    def _make_kernel(self, config: OptimConfig, model: nn.Module) -> "FusedAdamW":
         from precision.kernels.adamw import FusedAdamW  # needs Triton
 
         pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
         parameters, decays = zip(*pairs, strict=True)
         place = {p: i for i, p in enumerate(parameters)}
+        layers = {layer.weight: layer for layer in gemm_layers(model)}
+        self._layers = [layers.get(p) for p in parameters]
         self._order = torch.tensor([place[self._parts[name]] for name in self._own], device=self._lr.device)
         first, second, steps = (
             [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
@@ -232,7 +235,12 @@ class Optimizer:
             if self._parts[name] is not p:
                 self._parts[name].grad = None if p.grad is None else local(p.grad)
         if self._kernel is not None:
-            self._kernel.step(ok, self._lr, divisor)
+            made = self._kernel.step(
+                ok, self._lr, divisor, [None if layer is None else layer.made_ahead() for layer in self._layers]
+            )
+            for layer, is_made in zip(self._layers, made, strict=True):
+                if layer is not None and is_made:
+                    layer.mark_ahead()
             return self._lr
         self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]

@@ -143,8 +143,7 @@ class SplitGatherFormat(GatherFormat):
 class Fp8GatherFormat(GatherFormat):
     """The same for a weight that is quantised before it is sent.
 
-    freed: between forward and backward pass. The operand of the forward pass then lacks what only the backward pass
-    reads.
+    freed: between forward and backward pass.
     """
 
     def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, sync: WeightAmaxSync, freed: bool):
@@ -187,8 +186,7 @@ class Fp8GatherFormat(GatherFormat):
             return super()._arrive(gathered, metadata, dtype, out=out)
         numbers, freed = self._numbers(gathered)
         inv = gathered[-1] if self._row.blocks else self._agreed.inverse(self._row)
-        backward = not self._freed or torch._C._current_graph_task_id() != -1  # -1: no backward pass runs
-        made = self._fp8_layer.receive_quantized(numbers, inv, backward)
+        made = self._fp8_layer.receive_quantized(numbers, inv)
         return (_Edge.of(self._shape, dtype, numbers.device), made + freed) if out is None else None
 
 

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek
-from precision import Plan, ScalingArena, bind
+from precision import Plan, ScalingArena, bind, gemm_layers
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
 from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
-from trainer.forecast.memory import is_gathered_in_fp8, pick_fsdp_policy, records_graphs, total_memory
+from trainer.forecast.memory import (
+    is_gathered_in_fp8,
+    keeps_transposed,
+    pick_fsdp_policy,
+    records_graphs,
+    total_memory,
+)
 from trainer.forecast.preflight import check_fsdp_policy
 from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host
@@ -96,6 +102,8 @@ class Engine:
             self.loss_scale.load_state_dict(state["loss_scale"])
         if self.model.slots is not None and "slots" in state:  # missing if tokens travelled by all-to-all
             self.model.slots.load_state_dict(state["slots"])
+        for layer in gemm_layers(self.model):
+            layer.forget_ahead()
         return self.arena.load_state_dict(state["arena"])
 
 
@@ -180,6 +188,7 @@ def build_model(
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
+    keeps = True
     if degrees.world > 1:
         from trainer.parallel.dispatch import build_dispatch
         from trainer.parallel.fsdp import materialise
@@ -194,4 +203,7 @@ def build_model(
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)
+    for _, block in model.iter_blocks():
+        for layer in gemm_layers(block):
+            layer.keeps_transposed = keeps_transposed(config, degrees, keeps or not layer.is_sharded)
     return plan, model

@@ -56,11 +56,11 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
     verdict = e.guard.judge(step, means, norms, e.loss_scale, fill, slots is not None and slots.observing > 0)
+    e.snapshot.keep(verdict.ok, e.guard.committed)
+    e.arena.commit(verdict.ok)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
     clipped = None if e.qk_clip is None else e.qk_clip.apply(verdict.ok)
     e.model.update_router_bias(load, verdict.ok)
-    e.snapshot.keep(verdict.ok, e.guard.committed)
-    e.arena.commit(verdict.ok)
     e.guard.count(verdict)
     e.optimizer.zero_grad()
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from precision.config import Granularity
+from precision.formats import E4M3
+
 adamw = pytest.importorskip("precision.kernels.adamw", reason="Triton is missing")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU: tests/gpu/test_adamw.py")
 SHAPES = [(1,), (37,), (8, 16), (50, 100), (200,), (3, 64)]  # chunks of 128: less than one, exactly one, many
@@ -164,6 +167,39 @@ def test_addresses_are_followed() -> None:
     run.check(twin)
 
 
+@pytest.mark.parametrize("shape", [(50, 96), (3, 16, 32)])
+def test_copies_are_casts_of_the_new_masters(shape: tuple[int, ...]) -> None:
+    from precision.kernels.common import MODES, Cast
+    from precision.kernels.weights import cast_weight
+
+    run = Run(shapes=[shape, shape, (37,)])
+    twin, groups = run.twin(), shape[0] if len(shape) == 3 else 1
+    scale = torch.linspace(20, 90, groups).view(shape[:-2])
+    made = torch.empty(shape, dtype=torch.float8_e4m3fn), scale, torch.empty_like(scale), torch.zeros_like(scale)
+    plain = torch.empty(shape, dtype=torch.bfloat16)
+    for ok in (True, False):
+        run.set_gradients(twin)
+        for spoilt in (*made[2:], plain):
+            spoilt.fill_(math.inf if spoilt is not made[3] else 0.0)
+        written = run.kernel.step(torch.tensor(ok), torch.tensor(LR), None, [made, (plain,), None])
+        assert written == [True, True, False]
+        amax = torch.zeros_like(scale)
+        how = Cast(E4M3, MODES[Granularity.tensor], True, 0, False)
+        data, inv, _, _ = cast_weight(run.parameters[0], scale, amax, how, None, transposed=False)
+        for ours, theirs in zip((made[0].float(), *made[2:]), (data.float(), inv, amax), strict=True):
+            assert torch.equal(ours, theirs)
+        assert torch.equal(plain, run.parameters[1].bfloat16())
+    run.parameters[0].grad = None
+    assert run.kernel.step(torch.tensor(True), torch.tensor(LR), None, [made, None, None]) == [False] * 3
+
+
+def test_experts_whose_size_no_block_divides_get_no_copy() -> None:
+    run = Run(shapes=[(3, 16, 18)])  # blocks of 64
+    run.set_gradients(run.twin())
+    data, rows = torch.empty(3, 16, 18, dtype=torch.float8_e4m3fn), [torch.ones(3) for _ in range(3)]
+    assert run.kernel.step(torch.tensor(True), torch.tensor(LR), None, [(data, *rows)]) == [False]
+
+
 def test_versions_count_up() -> None:
     """What is made from a parameter, such as the operand of a product, asks for its version."""
     run = Run()
@@ -191,16 +227,17 @@ def ptx(kernel, tensors, constants, numbers=None, warps=4):
 tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1", "lr": "*fp32", "divisor": "*fp32",
            "factors": "*fp32"}
 ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
-tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "factors": "*fp32", "ok": "*i1"}
+tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "copies": "*i64", "factors": "*fp32", "ok": "*i1"}
 constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16,
-             "EVICT": "evict_first"}
+             "EVICT": "evict_first", "F8": tl.float8e4nv, "LIMIT": 448.0}
 wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
 count = lambda start, width="v4.b32": sum(start in line and width in line for line in made.splitlines())
 for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
     made = ptx(adamw._adamw_kernel, tensors, constants | {"MOMENT": moment}, warps=adamw._WARPS)
-    assert (count("ld.global"), count("st.global")) == ((4 - narrow) * wide, (3 - narrow) * wide), "16 bytes at a time"
+    # one load and one store more than an update: a skipped step reads the master, and a copy may be in BF16
+    assert (count("ld.global"), count("st.global")) == ((5 - narrow) * wide, (3 - narrow) * wide), "16 bytes at a time"
     halves = count("ld.global", "v2.b32"), count("st.global", "v2.b32")
-    assert halves == (narrow * wide, narrow * wide), f"as many elements of BF16: {halves}"
+    assert halves == (narrow * wide, (narrow + 1) * wide), f"as many elements of BF16: {halves}"
     assert ".local" not in made
 
 logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}

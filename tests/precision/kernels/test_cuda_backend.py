@@ -312,6 +312,37 @@ def test_operands_of_the_reference_backend_are_the_same_ones(recipe: Recipe) -> 
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
+def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(recipe: Recipe, name: str) -> None:
+    base, overrides = RECIPES[name]
+    results = []
+    for keeps in (True, False):
+        layers, arena = build(recipe(base, **overrides), "cuda", 144, 128, 2)
+        linears = [layers.grouped, layers.ups, layers.downs]
+        linears += [] if base == "fp8_block" and not ON_GPU else [layers.alone]  # cuBLAS takes blocks on a GPU only
+        for layer in linears:
+            layer.keeps_transposed = keeps
+        begin_step(layers, arena)
+        assert all((layer.operand is not None and layer.operand.data_t is not None) == (keeps or name.startswith("row"))
+                   for layer in linears)  # fmt: skip
+        x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
+        weight = torch.rand(21, 2, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        y = expert_ffn(
+            rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), expert, weight, layers.ups, layers.downs,
+            down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=None,
+        )  # fmt: skip
+        torch.manual_seed(4)
+        y.backward(gradient(y))
+        for other in (
+            layers.grouped(x, torch.tensor([9, 21], device=DEVICE).int()),
+            *map(layers.alone, linears[3:] and [x]),
+        ):
+            other.backward(gradient(other))
+        results.append([x.grad, *(layer.weight.grad for layer in linears)])
+    for kept, made in zip(*results, strict=True):
+        assert torch.equal(kept, made)
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 @pytest.mark.parametrize("history", [False, True])
 def test_a_weight_quantised_in_parts_is_the_weight_quantised_whole(recipe: Recipe, name: str, history: bool) -> None:

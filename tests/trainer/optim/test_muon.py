@@ -300,7 +300,7 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
 )
 def test_unsupported_muon_settings_are_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        check(config("optim=muon_wsd", *keys), 2)
+        check(config("optim=muon_wsd", "parallel=fsdp", *keys), 2)
     with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; leave optim\.muon out, or set"):
         check(config("optim.name=muon", "optim.muon=null"))
     check(config("optim.name=muon"))

@@ -20,6 +20,7 @@ from ranks import joined
 import trainer.step.engine
 from precision.backends import cuda
 from precision.hardware import Gpu
+from precision.kernels import ffn_ops, weights
 from trainer.launch.world import World
 from trainer.parallel import gather
 from trainer.step.engine import build_engine
@@ -56,15 +57,16 @@ def main(out: Path) -> None:
         trainer.step.engine.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
         made, transpose, cast = Counter[str](), cuda.transpose_weight, cuda.cast_weight
 
-        def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        def count(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             made["transposed"] += 1
             return transpose(data, out)
 
-        def count_experts(master: torch.Tensor, *args: Any, transposed: bool = True) -> Any:
-            made["experts"] += transposed and master.dim() == 3
-            return cast(master, *args, transposed=transposed)
+        def count_experts(master: torch.Tensor, *args: Any, **more: Any) -> Any:
+            made["experts"] += master.dim() == 3 and (*args, *more.values())[-1]
+            return cast(master, *args, **more)
 
-        cuda.transpose_weight, cuda.cast_weight = count, count_experts
+        cuda.transpose_weight = ffn_ops.transpose_weight = weights.transpose_weight = count
+        cuda.cast_weight = count_experts
         quantise = gather.Fp8GatherFormat._quantised
 
         def count_part(self: gather.Fp8GatherFormat, shape: torch.Size) -> tuple[torch.Tensor, ...]:
