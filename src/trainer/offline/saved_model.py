@@ -90,8 +90,10 @@ def open_run(
     """
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if not given.is_dir():
-        what = f"no such {'folder' if step is None else 'checkpoint'}"
-        raise UserError(f"{given}: {what}; give a run folder that has checkpoints, as runs/NAME")
+        there = ", ".join(str(checkpoint_step(path)) for path in list_checkpoints(run / CHECKPOINTS))
+        if step is not None and there:
+            raise UserError(f"{given}: no such checkpoint; the run has those of steps {there}")
+        raise UserError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
     remarks: list[str] = []
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder = checkpoint.parent.parent
