@@ -42,7 +42,7 @@ def run() -> None:
     parser.add_argument("--ratio", type=float, default=2.0, metavar="X", help="kurtosis over the twin's (2)")
     parser.add_argument("--lines", type=int, default=3, metavar="N", help="lines in a row (3)")
     arguments = parser.parse_args()
-    if arguments.ratio <= 1 or arguments.lines < 1:
+    if not arguments.ratio > 1 or arguments.lines < 1:
         given = f"--ratio {arguments.ratio} --lines {arguments.lines}"
         raise UserError(f"{given}: give a ratio above 1 and 1 or more lines")
     ours, theirs = series(arguments.run), series(arguments.twin)

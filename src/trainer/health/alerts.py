@@ -132,6 +132,11 @@ def number(metrics: Entry, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def in_fp8(metrics: Entry, advice: str) -> str:
+    """Return advice that only a run with FP8 can follow; "" for other runs."""
+    return advice if "fp8/amax_max" in metrics else ""
+
+
 @dataclass
 class _LastAlert:
     """The last alert on a subject: its step, and the lines without the condition since."""

@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from trainer.health.alerts import Alert, Entry, History, Rule, number
+from trainer.health.alerts import Alert, Entry, History, Rule, in_fp8, number
 
 
 class GradNormSpike(Rule):
@@ -79,7 +79,7 @@ class LossPlateau(Rule):
         message = (
             f"loss {loss:.4f} has not fallen in {window:.0f} steps (later half against earlier: {-loss_fell:+.4f}), "
             f"nor has the gradient norm ({100 * math.expm1(-norm_fell):+.1f} %): learning has stopped. "
-            "Look at kurtosis and the BF16 shadow; then lower optim.lr, or end the run"
+            f"Look at kurtosis{in_fp8(metrics, ' and the BF16 shadow')}; then lower optim.lr, or end the run"
         )
         return [Alert(self.name, step, message, window, self._steps)]
 
@@ -115,8 +115,8 @@ class LossRise(Rule):
             return []
         message = (
             f"loss {loss:.4f} is {loss - lowest:.2g} nats above its lowest, {lowest:.4f}: training diverges; "
-            "go back to a checkpoint with a lower optim.lr (run.resume=PATH), or in BF16 (+recipe=bf16)"
-        )
+            "go back to a checkpoint with a lower optim.lr (run.resume=PATH)"
+        ) + in_fp8(metrics, ", or in BF16 (+recipe=bf16)")
         return [Alert(self.name, step, message, loss, lowest + self._nats)]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.health.alerts import Alert, Entry, Rule, number
+from trainer.health.alerts import Alert, Entry, Rule, in_fp8, number
 
 
 class _ScaleJump(Rule):
@@ -198,7 +198,7 @@ class Kurtosis(Rule):
                 found.setdefault(i, (power, grew, steps[0]))
             count *= 2
         worst = sorted(found, key=lambda i: -now[i])
-        return [self._alert(step, names[i], now[i], *found[i]) for i in worst]
+        return [self._alert(step, metrics, names[i], now[i], *found[i]) for i in worst]
 
     def _now(self, metrics: Entry, tensors: Entry | None) -> tuple[list[str], list[float]]:
         """Return [kind of block] and their kurtosis; the mean over blocks where single blocks are unknown."""
@@ -229,7 +229,7 @@ class Kurtosis(Rule):
         for i in np.flatnonzero(wrong):  # excludes columns with a NaN
             yield int(i), float(power[i]), float(grew[i])
 
-    def _alert(self, step: int, name: str, now: float, power: float, grew: float, since: int) -> Alert:
+    def _alert(self, step: int, metrics: Entry, name: str, now: float, power: float, grew: float, since: int) -> Alert:
         kind, _, block = name.partition("|")
         where = {
             "kurtosis_qkv": "the QKV output",
@@ -239,7 +239,7 @@ class Kurtosis(Rule):
         message = (
             f"kurtosis of {where} of {block or 'a block'} is {now:.3g}: it grew {grew:.3g}-fold since step {since}, "
             f"as step^{power:.2g}, faster than linearly: outliers are forming, and divergence follows; "
-            "lower optim.lr, or resume in BF16 from an earlier checkpoint (docs/health.md)"
+            f"lower optim.lr{in_fp8(metrics, ', or resume in BF16 from an earlier checkpoint')} (docs/health.md)"
         )
         return Alert(self.name, step, message, power, self._power, block=f"{block}:{kind}" if block else kind)
 

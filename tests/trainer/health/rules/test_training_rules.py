@@ -151,6 +151,14 @@ def test_each_fires_on_its_fault(
     assert first.what()["rule"] == rule and math.isfinite(first.value)
 
 
+@pytest.mark.parametrize(("fault", "within"), [(plateau, 2000), (rise, 100), (kurtosis(6.0), 1000)])
+def test_a_run_without_fp8_is_not_sent_to_bf16(a_run: Callable, raised: Callable, fault: Callable, within: int) -> None:
+    def said(**fp8: float) -> str:
+        return raised((metrics | fp8, inside) for metrics, inside in a_run(FROM + within + 100, fault))[0].message
+
+    assert "BF16" not in said() and "BF16" in said(**{"fp8/amax_max": 1.0})
+
+
 @pytest.mark.parametrize(("rule", "fault", "within"), [case[:3] for case in CASES], ids=[case[0] for case in CASES])
 def test_each_is_off_without_a_threshold(
     a_run: Callable, raised: Callable, alerts_with: Callable, rule: str, fault: Callable, within: int
