@@ -8,10 +8,11 @@
 Several --gpus, --node-link or --network: the fastest layout for each machine, a line each. Given degrees
 (parallel.expert=8) are fixed, and the others are computed.
 
-Arguments after the options are train.py's; a sequence has 4,096 tokens if no argument sets its length. gpu=h100 (a100,
-rtx4090) with --tflops plans for such GPUs; the default is the H200. docs/parallelism.md has the arithmetic. Its
-accuracy depends on the given rates: --tflops of one GPU in a step (scripts/bench/step.py), --node-link and --network of
-its messages (scripts/bench/allreduce.py).
+Arguments after the options are train.py's; a sequence has 4,096 tokens if no argument sets its length. Of a run with
+phases (trainer.phases) the steps that take most memory are planned. gpu=h100 (a100, rtx4090) with --tflops plans for
+such GPUs; the default is the H200. docs/parallelism.md has the arithmetic. Its accuracy depends on the given rates:
+--tflops of one GPU in a step (scripts/bench/step.py), --node-link and --network of its messages
+(scripts/bench/allreduce.py).
 """
 
 import argparse

@@ -4,6 +4,7 @@ It is what scripts/plan_parallelism.py prints. `trainer.forecast.cost` has the a
 search.
 """
 
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -17,6 +18,7 @@ from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, Recompute
 from trainer.config.health import check_shadow
+from trainer.config.timeline import Timeline, at_peak_memory
 from trainer.forecast.check_values import check_sizes
 from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
@@ -50,6 +52,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         config = replace(config, trainer=replace(config.trainer, sequence_length=length))
         rest.append(f"{key}={length}")
     check_sizes(config)
+    run, config = config, _planned_shape(config, options)
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
@@ -66,7 +69,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
 
     search, batch = Search(config, plan, given), config.trainer.global_batch_size
     is_given = batch != UNSAID_BATCH or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
-    is_given &= not options.sequences
+    is_given = (is_given and not options.sequences) or _sets(run, "global_batch_size")
 
     def batches(machine: Machine) -> list[int]:
         return [batch] if is_given else [machine.gpus * each for each in options.sequences or [SEQUENCES]]
@@ -76,7 +79,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
 
     if len(machines) > 1:
         lines = [compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])]
-        return "\n\n".join([*lines, EAGER] if in_a_v(config.parallel) else lines)
+        return "\n\n".join([*lines, *_of_phases(run, config), *([EAGER] if in_a_v(config.parallel) else [])])
     machine, best = machines[0], fastest(machines[0], options.rows)
     if not best and (why := search.refusal(machine, batches(machine))) is not None:
         asked = {f"parallel.{axis}": size for axis, size in given.items()}
@@ -96,7 +99,8 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
     first, lines = best[0], [table(best)]
     if first.degrees.pipeline > 1:
         lines.append(stages_line(_as_run(config, first), plan, first.degrees))
-    return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest, config)])
+    lines += _of_phases(run, _as_run(config, first))
+    return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest, run)])
 
 
 def _given(word: str) -> tuple[str, int]:
@@ -105,6 +109,28 @@ def _given(word: str) -> tuple[str, int]:
     if axis not in (*AXES, PER_RANK) or not size.isdecimal() or int(size) < 1:
         raise UserError(f"{word}: the planner chooses the degrees; leave it out, or set an axis to 1 or more")
     return axis, int(size)
+
+
+def _sets(config: Config, size: str) -> bool:
+    """Return whether a phase of the run sets this size."""
+    return any(getattr(phase, size) is not None for phase in config.trainer.phases)
+
+
+def _planned_shape(config: Config, options: Namespace) -> Config:
+    """Return the run to plan: of several phases the steps that take most memory with one microbatch."""
+    if _sets(config, "microbatch_size"):
+        why = "a phase sets microbatch_size, and the planner chooses one for all"
+        raise UserError(f"trainer.phases: {why}; leave it out, or plan each phase without trainer.phases")
+    if _sets(config, "global_batch_size") and options.sequences:
+        raise UserError("--sequences: a phase of trainer.phases sets the batch; leave one of them out")
+    return at_peak_memory(config)
+
+
+def _of_phases(run: Config, planned: Config) -> list[str]:
+    """Return a line on the phases of a run, if its steps differ. planned: those that the plan is for."""
+    t, several = planned.trainer, len(Timeline(run.trainer).segments) > 1
+    steps = f"the steps that take most memory, {t.global_batch_size} sequences of {t.sequence_length} tokens"
+    return [f"trainer.phases: planned for {steps}; dry_run=true checks the others"] if several else []
 
 
 def _as_run(config: Config, c: Cost) -> Config:
@@ -162,17 +188,16 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str], config: Config) 
         start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     if gpus == 1:
         start = "python"
-    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run", "gpu"}
-    kept = [word for word in rest if word.partition("=")[0] not in own]
+    batch = {"trainer.microbatch_size": c.microbatch}
+    if not _sets(config, "global_batch_size"):
+        batch["trainer.global_batch_size"] = c.microbatch * c.microbatches * c.degrees.data
+    own = {*batch, "recompute", "dry_run", "gpu"}
+    kept = [shlex.quote(word) for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
     sizes = {**asdict(d), PER_RANK: c.stages_per_rank}
     degrees = [
         f"parallel.{axis}={size}" for axis, size in sizes.items() if (size, getattr(config.parallel, axis)) != (1, 1)
     ]
-    batch = [
-        f"trainer.microbatch_size={c.microbatch}",
-        f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
-    ]
     none = c.recompute is config.recompute is Recompute.none
     again = [] if none else [f"recompute={c.recompute.value}"]
-    return " ".join([start, "train.py", *kept, *degrees, *batch, *again])
+    return " ".join([start, "train.py", *kept, *degrees, *(f"{key}={size}" for key, size in batch.items()), *again])

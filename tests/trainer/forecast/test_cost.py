@@ -352,6 +352,8 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
         (["--gpus", "8", "cuda_graph=true"], "no layout can train this; cuda_graph=true: the ranks' messages are not"),
         (["--gpus", "8", "parallel.fp8_all_gather=true"], "parallel.fp8_all_gather=true: no weight computes in FP8"),
         (["--gpus", "8", "health.shadow_every=9"], "health.shadow_every=9: nothing computes in FP8"),
+        (["--gpus", "8", "trainer.phases=[{microbatch_size:1}]"], "a phase sets microbatch_size, and the planner"),
+        (["--gpus", "8", "--sequences", "8", "trainer.phases=[{global_batch_size:32}]"], "--sequences: a phase of"),
         (["--gpus", "8", "gpu=a100"], "gpu=a100: a step was measured on an H200 only; measure it with"),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),

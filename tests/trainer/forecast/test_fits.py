@@ -1,6 +1,7 @@
 """A run that does not fit is refused before anything is allocated, with settings that fit; forecasts agree."""
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -89,13 +90,18 @@ def test_a_dry_run_of_ranks_on_cpus_names_the_gpus_to_ask_about(config: Make) ->
 
 @pytest.mark.parametrize(
     ("asked", "sequences"),
-    [(MOONLIGHT[:3], 64), (["+recipe=moonlight_16b_8xh100"], 512)],  # a recipe's batch, expert groups and recompute
+    [
+        (MOONLIGHT[:3], 64),
+        (["+recipe=moonlight_16b_8xh100"], 512),  # a recipe's batch, expert groups and recompute
+        ([*MOONLIGHT[:3], "trainer.phases=[{until:9},{sequence_length:8192}]"], 64),
+        ([*MOONLIGHT[:3], "trainer.phases=[{until:9},{global_batch_size:128,sequence_length:8192}]"], 16),
+    ],
 )
 def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable, asked: list[str], sequences: int) -> None:
     done = run_python("scripts/plan_parallelism.py", "--gpus", "8", "--rows", "1", *asked, "gpu=h200")
-    head, row, _, command = done.stdout.splitlines()
+    head, row, *_, command = done.stdout.splitlines()
     gib = row.split()[head.split().index("GiB")]
-    overrides = [word for word in command.split() if "=" in word and not word.startswith("--")]
+    overrides = [word for word in shlex.split(command) if "=" in word and not word.startswith("--")]
     config = config_of([*overrides, "dry_run=true", "gpu=h200"])
     assert config.trainer.global_batch_size == sequences
     total = next(line for line in report(config, check(config)).splitlines() if line.startswith("  total"))
