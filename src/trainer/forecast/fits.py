@@ -71,7 +71,7 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     """Return the advice for a model that is too large for these ranks."""
     if target.gpu is None:
         return "choose a smaller model, or see other GPUs with dry_run=true gpu=h200"
-    machine = Machine(degrees.world, min(degrees.world, PER_NODE), target.memory, 1.0, 1.0, 1.0)
+    machine = Machine(degrees.world, PER_NODE, target.memory, 1.0, 1.0, 1.0)
     enough = fewest(config, plan, machine)
     if enough is None:
         return "choose a smaller model"

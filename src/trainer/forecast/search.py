@@ -180,10 +180,12 @@ def _states(config: Config, plan: Plan, d: Degrees) -> float:
 
 
 def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """Return the number of GPUs (the machine's, doubled repeatedly) that a layout fits into; None if 2^11 times are too
-    few."""
+    """Return the number of GPUs (the machine's, doubled repeatedly) that fill their nodes and that a layout fits into;
+    None if 2^11 times are too few."""
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
+        if gpus > machine.per_node and gpus % machine.per_node:
+            continue
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
         for degrees in _degrees(replace(machine, gpus=gpus), config, plan, {}):
             if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:

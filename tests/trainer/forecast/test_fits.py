@@ -9,6 +9,7 @@ import pytest
 from composed import config_of
 
 from trainer.config import Config, GpuChoice
+from trainer.forecast.cost import PER_NODE
 from trainer.forecast.dry_run import report
 from trainer.forecast.fits import check_memory, does_not_fit
 from trainer.forecast.gpus import KNOWN, Target, target
@@ -48,6 +49,13 @@ def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
     assert enough is not None and enough[1] == enough[2]
     spread = f"parallel.shard={enough[1]}", "recompute=full", "trainer.microbatch_size=1"
     assert asked("gpu=h100", f"trainer.global_batch_size={enough[1]}", *spread, ranks=int(enough[1])) is None
+
+
+def test_the_gpus_that_hold_a_model_fill_their_nodes() -> None:
+    """The planner refuses 20 of them: torchrun starts equally many on each node."""
+    said = asked("gpu=rtx4090", "parallel.shard=5", "trainer.global_batch_size=5", "trainer.microbatch_size=1", ranks=5)
+    assert said is not None and (found := re.search(r"--gpus (\d+)", said)) is not None
+    assert int(found[1]) % PER_NODE == 0
 
 
 def test_ranks_of_a_host_share_its_memory(config: Make) -> None:
