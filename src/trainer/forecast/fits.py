@@ -16,6 +16,7 @@ from trainer.forecast.cost import PER_NODE, SPARE, Machine
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.search import fewest
+from trainer.forecast.stages import forms_whole_rounds, in_a_v
 from trainer.parallel.mesh import Degrees
 
 
@@ -55,12 +56,17 @@ def _memory_keys(config: Config) -> dict[str, object]:
 
 def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
     """Yield configs of the same step in less memory, the cheapest first."""
-    t, order = config.trainer, list(Recompute)
+    t, p, order = config.trainer, config.parallel, list(Recompute)
     more = order[order.index(config.recompute) :]
     cheap = [choice for choice in more if choice is not Recompute.full]
     share = max(t.global_batch_size // degrees.data, 1)
     most = max(min(t.microbatch_size, share // degrees.pipeline), 1)  # stages need at least as many microbatches
-    sizes = [size for size in range(most, 0, -1) if share % size == 0]
+    in_rounds = p.stages_per_rank > 1 and not in_a_v(p)
+    sizes = [
+        size
+        for size in range(most, 0, -1)
+        if share % size == 0 and (not in_rounds or forms_whole_rounds(share // size, degrees.pipeline))
+    ]
     for choices in (cheap, [Recompute.full]):
         for size in sizes:
             for choice in choices:

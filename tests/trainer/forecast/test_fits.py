@@ -14,7 +14,7 @@ from trainer.forecast.dry_run import report
 from trainer.forecast.fits import check_memory, does_not_fit
 from trainer.forecast.gpus import KNOWN, Target, target
 from trainer.forecast.memory import GIB, forecast
-from trainer.forecast.preflight import check
+from trainer.forecast.preflight import check, check_fsdp_policy
 from trainer.launch.device import host_memory
 from trainer.parallel.mesh import resolve
 
@@ -40,6 +40,17 @@ def test_settings_that_are_advised_fit(gpu: str) -> None:
     assert said is not None and said.startswith("trainer.microbatch_size=16: each process is forecast to take ")
     advised = said.partition("; set ")[2].split()
     assert advised and asked("trainer.microbatch_size=16", *degrees, gpu, *advised, ranks=8) is None
+
+
+def test_a_microbatch_that_is_advised_forms_whole_rounds_of_stages() -> None:
+    given = "parallel.pipeline=2", "parallel.stages_per_rank=2", "parallel.shard=4", "gpu=h100"
+    given += "model=deepseek_v2_lite", "trainer.global_batch_size=40"
+    said = asked(*given, "trainer.microbatch_size=5", ranks=8)
+    assert said is not None
+    advised = said.partition("; set ")[2].split()
+    assert advised
+    config = config_of([*MOONLIGHT, *given, *advised])
+    check_fsdp_policy(config, resolve(config.parallel, 8))
 
 
 def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
