@@ -224,12 +224,15 @@ def each_shape(config: Config) -> Iterator[tuple[Segment, Config]]:
         yield segment, shaped(config, segment)
 
 
-def at_peak_memory(config: Config) -> Config:
-    """Return `shaped` for the steps with most memory: the largest microbatch in tokens, then the most microbatches."""
-    if not config.trainer.phases:
-        return config
+def peak_memory(config: Config) -> Segment:
+    """Return the segment with most memory: the largest microbatch in tokens, then the most microbatches."""
     segments = Timeline(config.trainer).segments
-    return shaped(config, max(segments, key=lambda each: (each.microbatch * each.length, each.tokens)))
+    return max(segments, key=lambda each: (each.microbatch * each.length, each.tokens))
+
+
+def at_peak_memory(config: Config) -> Config:
+    """Return `shaped` for the steps with most memory."""
+    return shaped(config, peak_memory(config)) if config.trainer.phases else config
 
 
 def with_epochs(config: Config, tokens: int) -> Config:

@@ -44,14 +44,21 @@ def in_phase(config: Config, segment: Segment) -> Iterator[None]:
     except UserError as error:
         if not config.trainer.phases:
             raise
-        phases = [phase.config for phase in Timeline(config.trainer).phases if phase.begin < segment.first]
+        raise UserError(with_phase(config, segment, str(error))) from None
 
-        def in_force(key: re.Match[str]) -> str:
-            given = [n for n, phase in enumerate(phases) if getattr(phase, key[1]) is not None]
-            return f"trainer.phases[{given[-1]}].{key[1]}" if given else key[0]
 
-        message = re.sub(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b", in_force, str(error))
-        raise UserError(f"trainer.phases, from step {segment.first} on: {message}") from None
+def with_phase(config: Config, segment: Segment, message: str) -> str:
+    """Return a message about a shape with the phase that brings it, and its keys."""
+    if not config.trainer.phases:
+        return message
+    phases = [phase.config for phase in Timeline(config.trainer).phases if phase.begin < segment.first]
+
+    def in_force(key: re.Match[str]) -> str:
+        given = [n for n, phase in enumerate(phases) if getattr(phase, key[1]) is not None]
+        return f"trainer.phases[{given[-1]}].{key[1]}" if given else key[0]
+
+    message = re.sub(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b", in_force, message)
+    return f"trainer.phases, from step {segment.first} on: {message}"
 
 
 def _check_run(run: RunConfig) -> None:

@@ -54,7 +54,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_fsdp_line(policy, config, degrees)] if degrees.world > 1 else ()),
             *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
-            *_fits(config, plan, degrees, machine, total),
+            *_fits(run, plan, degrees, machine, total),
             *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
             *(f"\n{line}" for line in without_effect(run, degrees.world)),
         ]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
-from trainer.config.timeline import at_peak_memory
+from trainer.config.timeline import at_peak_memory, peak_memory
+from trainer.forecast.check_values import with_phase
 from trainer.forecast.cost import PER_NODE, SPARE, Machine
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
@@ -29,7 +30,11 @@ def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, l
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
     """Return a line with what is too large and what to do, or None if the run fits."""
-    config = at_peak_memory(config)
+    problem = _problem(at_peak_memory(config), plan, degrees, target, local_ranks)
+    return None if problem is None else with_phase(config, peak_memory(config), problem)
+
+
+def _problem(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
     shared = target.gpu is None and local_ranks > 1
     room = target.memory / local_ranks if shared else target.memory
     need = _needed(config, plan, degrees, target)

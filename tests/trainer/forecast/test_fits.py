@@ -42,6 +42,17 @@ def test_settings_that_are_advised_fit(gpu: str) -> None:
     assert advised and asked("trainer.microbatch_size=16", *degrees, gpu, *advised, ranks=8) is None
 
 
+def test_a_phase_that_does_not_fit_is_named_with_its_own_keys() -> None:
+    given = "parallel.shard=8", "gpu=h200", "trainer.global_batch_size=128", "trainer.microbatch_size=1"
+    said = asked(*given, "trainer.phases=[{until:5},{microbatch_size:16}]", ranks=8)
+    own = "trainer.phases[1].microbatch_size"
+    assert said is not None and said.startswith(f"trainer.phases, from step 6 on: {own}=16: each process is forecast")
+    advised = said.partition("; set ")[2]
+    assert advised.startswith(f"{own}=")
+    fitting = f"trainer.phases=[{{until:5}},{{microbatch_size:{advised.split()[0].removeprefix(f'{own}=')}}}]"
+    assert asked(*given, fitting, *advised.split()[1:], ranks=8) is None
+
+
 def test_a_microbatch_that_is_advised_forms_whole_rounds_of_stages() -> None:
     given = "parallel.pipeline=2", "parallel.stages_per_rank=2", "parallel.shard=4", "gpu=h100"
     given += "model=deepseek_v2_lite", "trainer.global_batch_size=40"
