@@ -227,7 +227,7 @@ class LoadPanel extends Panel {
     this.names = names;
     this.rows = this.shares.map((_, i) => i);
     this.width = this.stage.clientWidth;
-    this.left = this.size >= 6 ? Math.min(Math.max(...names.map((name) => name.length), 3) * 5.6 + 12, 110) : 10;
+    this.left = Math.min(Math.max(...names.map((name) => name.length), 3) * 5.6 + 12, 110);
     const draw = this.fit(this.top + this.bottom + this.size * this.shares.length);
     const all = this.shares.flat(), top = Math.max(...all, 2), stops = VIRIDIS;
     this.legend.replaceChildren(legendBar({ low: 0, high: top }, "linear", (value) => `× ${short(value, 3)}`), el("small", {}, `tokens against the block's mean, step ${grouped(step)}`));

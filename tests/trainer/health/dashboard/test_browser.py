@@ -359,6 +359,16 @@ def test_a_printed_page_has_the_charts_that_are_off_the_screen(browser: Browser,
     assert set(overlays) == {"none"}  # a cleared canvas prints as white paper over the chart
 
 
+def test_blocks_of_experts_keep_their_names_where_there_are_many(browser: Browser, pages: Path) -> None:
+    browser.show(360, 740)
+    browser.open((pages / "one.html").as_uri())
+    browser.run("view.runs[0].load.tokens = Array(60).fill(view.runs[0].load.tokens[0])")
+    browser.run("view.runs[0].rows.moe = view.runs[0].load.tokens.map((_, i) => `layers.${i}.moe`)")
+    panel = PANEL.format("Load by expert")
+    browser.run(f"{panel}.render()")
+    assert browser.run(f"{panel}.left") > 60
+
+
 def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callable[..., Path]) -> None:
     runs = [Run(made(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
     for run in runs:
