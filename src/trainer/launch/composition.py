@@ -94,16 +94,30 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     return jobs
 
 
+_NUMBERS = re.compile(  # a whole value, one of a sweep, or that of a key in a section; not in quotes
+    r"""'[^']*'|"[^"]*"|(?P<before>(?:^|,|(?P<entry>\w+)\s*:)\s*)"""
+    r"(?P<number>[+-]?(?:\.?\d[\d._]*(?:e[+-]?\d+)?|nan|inf))(?=\s*(?:[,}]|$))",
+    re.IGNORECASE,
+)
+
+
 def _as_text(argument: str) -> str:
-    """Return KEY=VALUE with quotes around what looks like a number, if the key takes text: Hydra would read the name
-    2026_01_02 as 20260102, and 1e5 as 100000.0."""
-    key, _, value = argument.partition("=")
-    if not re.fullmatch(r"[+-]?(\.?\d[\d._]*(e[+-]?\d+)?|nan|inf)", value, re.IGNORECASE):
+    """Return KEY=VALUE with quotes around what looks like a number, where the key, or one in a list of sections, takes
+    text: Hydra would read the name 2026_01_02 as 20260102, and 1e5 as 100000.0."""
+    key, equals, value = argument.partition("=")
+    if not any(found["number"] for found in _NUMBERS.finditer(value)):
         return argument
     from trainer.config import Config
     from trainer.config.schema import keys_of
 
-    return f"{key}='{value}'" if keys_of(Config).get(key.lstrip("+")) in (str, str | None) else argument
+    kinds, name = keys_of(Config), key.lstrip("+")
+
+    def quoted(found: re.Match[str]) -> str:
+        kind = kinds.get(f"{name}[].{found['entry']}" if found["entry"] else name)
+        is_text = found["number"] and kind in (str, str | None)
+        return f"{found['before']}'{found['number']}'" if is_text else found[0]
+
+    return f"{key}{equals}{_NUMBERS.sub(quoted, value)}"
 
 
 def _check_recipes(configs: Path, argument: str, value: str) -> None:

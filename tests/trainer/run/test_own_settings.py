@@ -152,6 +152,10 @@ def test_a_run_is_named_from_inside_its_folder(typed: Callable[..., Job], monkey
 @pytest.mark.parametrize("name", ["2026_01_02", "1e5", "nan", "007", "-1", "1.50"])
 def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str, typed: Callable[..., Job]) -> None:
     assert load(typed(f"run.name={name}", "trainer.seed=1_0").tree).run.name == name
+    job = typed("-m", f"run.name=x,{name}", f"data.mix=[{{name:{name}, path: {name} }},{{name:b,path:'x,{name},'}}]")
+    config = load(job.tree)
+    found = [(entry.name, entry.path) for entry in config.data.mix or []]
+    assert (config.run.name, found) == (name, [(name, name), ("b", f"x,{name},")])
 
 
 def test_a_run_of_a_sweep_resumes_with_the_folder_of_configs_on_the_command_line(typed: Callable[..., Job]) -> None:
