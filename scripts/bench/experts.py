@@ -276,7 +276,7 @@ class _A2(torch.autograd.Function):
         rows, _ = gather(x, None, to, None)
         y1 = _grouped_mm(rows, w1.mT, offs=to.ends)
         unused = torch.empty(1, device=x.device)
-        h, _ = swiglu(y1, to.weight, to.ends, unused, unused, None)
+        h, *_ = swiglu(y1, to.weight, to.ends, unused, unused, None)
         ctx.save_for_backward(rows, y1, w1, w2, *to)
         return combine(_grouped_mm(h, w2.mT, offs=to.ends), to)[0]
 

@@ -131,8 +131,24 @@ def calls(recipe: str) -> dict[str, Callable[[], object]]:
                 data, inv, *w1, *w2, expert, share, none.bfloat16(), one, one, both, -1, place, none, True
             )
 
-        _, y1, h_inv, kept, *routing = forward()
-        given = data, inv, y1, h_inv, kept, routing, *w1_back, *w2_back, one, one, both, torch.float32, place, place
+        _, y1, y1_inv, h_inv, kept, *routing = forward()
+        given = (
+            data,
+            inv,
+            y1,
+            y1_inv,
+            h_inv,
+            kept,
+            routing,
+            *w1_back,
+            *w2_back,
+            one,
+            one,
+            both,
+            torch.float32,
+            place,
+            place,
+        )
         made |= {"experts, forward": forward, "experts, backward": lambda: ffn_ops.ffn_backward(x, *given)}
     return made
 

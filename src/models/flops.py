@@ -130,7 +130,9 @@ def kept_bytes_per_token(
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # saved once
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
         if kind == first:
-            kept["swiglu"] += row.out_features * in_tiles * row.recipe.output.bytes
+            narrow = c.activation is Activation.swiglu and row.recipe.swiglu.is_fp8
+            width = 1 + 4 / 128 if narrow else row.recipe.output.bytes  # a scale for each 128
+            kept["swiglu"] += row.out_features * in_tiles * width
     for name, row in plan.tensors.items():
         if row.op == "norm" and not (selective and ".attn." in name):
             heads = c.num_heads * c.qk_head_dim

@@ -143,6 +143,9 @@ class Table:
     """Attention."""
     ffn: Precision | None = None
     """GEMMs of the dense feed-forward layers."""
+    swiglu: Precision | None = None
+    """Input of SwiGLU as saved for its backward pass: fp8 in blocks of 1 x 128, where the layer's GEMMs are in FP8
+    (DeepSeek-V3, section 3.3.3); null: as GEMMs return it."""
     moe: MoeTable = field(default_factory=MoeTable)
     """Mixture of experts."""
     mtp: MtpTable = field(default_factory=MtpTable)

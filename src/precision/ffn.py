@@ -38,7 +38,7 @@ def gated_ffn(
     """
     if has_kernels(gate_up, down):
         return _fused(x, gate_up, down, kurtosis=kurtosis)
-    return down(swiglu(gate_up(x), down_feed, kurtosis=kurtosis))
+    return down(swiglu(gate_up(x), down_feed, kurtosis=kurtosis, narrow=gate_up.recipe.swiglu.is_fp8))
 
 
 def expert_ffn(
@@ -76,7 +76,7 @@ def expert_ffn(
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
     made = gate_up(rows, offsets_E)
     if activation is None:
-        h_RF = swiglu(made, down_feed, weight_R, kurtosis)
+        h_RF = swiglu(made, down_feed, weight_R, kurtosis, narrow=gate_up.recipe.swiglu.is_fp8)
     else:
         h_RF = activate(made, activation, down_feed, weight_R, offsets_E, kurtosis)
     rows_RD = down(h_RF, offsets_E, grad).to(combine)
@@ -123,7 +123,7 @@ def _fused(
     if recipe.is_fp8:
         of_grads = recipe if grad is None else recipe.with_given_scale
         how = f"{cast_of(recipe, recipe.input).text} {cast_of(of_grads, recipe.grad).text}"
-        how += " fast" if recipe.sums_fast else ""
+        how += (" fast" if recipe.sums_fast else "") + (" narrow" if recipe.swiglu.is_fp8 else "")
         slots = down.input_slot, down.grad_slot, gate_up.grad_slot
         rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
         places = tuple(slot.place for slot in slots if slot is not None)
@@ -196,7 +196,7 @@ class _Ffn(torch.autograd.Function):
             _or(add, none), _or(f.h_scale, none), _or(f.h_amax, unseen), f.how, f.choices, f.h_place,
             _or(f.kurtosis, none), f.keep_rows,
         )  # fmt: skip
-        keep_x = none if kept[2].numel() else x
+        keep_x = none if kept[3].numel() else x
         w1t, w1t_inv = _or(f.w1t, f.w1), f.w1_inv if f.w1t_inv is None else f.w1t_inv
         w2t, w2t_inv = _or(f.w2t, f.w2), f.w2_inv if f.w2t_inv is None else f.w2t_inv
         ctx.save_for_backward(keep_x, inv, *kept, w1t.mT, w1t_inv, w2t.mT, w2t_inv)
@@ -213,12 +213,12 @@ class _Ffn(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         from precision.kernels import ffn_ops
 
-        x, x_inv, y1, h_inv, x_rows, *rest = ctx.saved_tensors
+        x, x_inv, y1, y1_inv, h_inv, x_rows, *rest = ctx.saved_tensors
         routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
         none = y1.new_empty(0, dtype=torch.float32)
         dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
         given = (
-            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
+            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, y1_inv, h_inv, x_rows, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
             ctx.weight_dtype, *ctx.places,
         )  # fmt: skip

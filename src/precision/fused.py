@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.formats import E4M3, fp8_values, saturating_cast
 from precision.kurtosis import Kurtosis
 from precision.linear import quantize
 from precision.observe import is_observed
 from precision.operand import Feed, Operand, placeholder
+from precision.scaling import scale_from_amax
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,11 +54,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """h = silu(gate) up row_weight. With s = sigmoid(gate): dgate = dh up s (1 + gate (1 - s)), dup = dh gate s."""
+    """h = silu(gate) up row_weight. With s = sigmoid(gate): dgate = dh up s (1 + gate (1 - s)), dup = dh gate s.
+    narrow: gate_up is saved in FP8."""
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor, row_weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate_up, row_weight)
+    def forward(ctx, gate_up: Tensor, row_weight: Tensor | None, narrow: bool) -> Tensor:
+        ctx.save_for_backward(*(_in_blocks(gate_up) if narrow else (gate_up, None)), row_weight)
+        ctx.dtype = gate_up.dtype
         gate, up = gate_up.chunk(2, -1)
         silu = F.silu(gate.float())
         h = silu * up if row_weight is None else silu.mul_(up) * row_weight[..., None]
@@ -64,7 +68,9 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        gate_up, row_weight = ctx.saved_tensors
+        gate_up, scale_inv, row_weight = ctx.saved_tensors
+        if scale_inv is not None:
+            gate_up = _of_blocks(gate_up, scale_inv, ctx.dtype)
         gate, up = (half.float() for half in gate_up.chunk(2, -1))
         silu = F.silu(gate)
         dh = grads[0].float()
@@ -76,7 +82,22 @@ class _SwiGlu(torch.autograd.Function):
         dgate, dup = out.chunk(2, -1)
         dgate.copy_(torch.ops.aten.silu_backward(up * dh, gate))
         dup.copy_(silu.mul_(dh))
-        return out, dweight
+        return out, dweight, None
+
+
+def _in_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate and up [..., 2F] in E4M3 with scales, powers of two, of 1 x 128: data [..., 2, F] and inverse scales
+    [..., 2, ceil(F / 128)]."""
+    halves = x.unflatten(-1, (2, -1)).float()
+    blocks = F.pad(halves, (0, -halves.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    scale = scale_from_amax(blocks.abs().amax(-1), E4M3.max, 0, power_of_two=True)
+    return saturating_cast(blocks, scale[..., None], E4M3).flatten(-2)[..., : halves.shape[-1]].contiguous(), 1 / scale
+
+
+def _of_blocks(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of `_in_blocks`, [..., 2F]; exact in BF16."""
+    wide = scale_inv.repeat_interleave(128, -1)[..., : data.shape[-1]]
+    return (fp8_values(data).float() * wide).flatten(-2).to(dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -207,14 +228,19 @@ class _NormAndCast(torch.autograd.Function):
 
 
 def swiglu(
-    gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None, kurtosis: Kurtosis | None = None
+    gate_up: Tensor,
+    feed: Feed | None = None,
+    row_weight: Tensor | None = None,
+    kurtosis: Kurtosis | None = None,
+    narrow: bool = False,
 ) -> Operand | Tensor:
     """Return silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first, as [..., F]; FP32 inside.
 
     row_weight [...] FP32: multiplies each row. With the router's weight applied here the experts' outputs are not
-    saved, and its gradient comes with SwiGLU's. kurtosis: observes the result before it is cast.
+    saved, and its gradient comes with SwiGLU's. kurtosis: observes the result before it is cast. narrow: gate_up is
+    saved in FP8, in blocks of 1 x 128. (Kernels recompute h from it in the backward pass; here the next GEMM keeps h.)
     """
-    h = _SwiGlu.apply(gate_up, row_weight)
+    h = _SwiGlu.apply(gate_up, row_weight, narrow)
     if kurtosis is not None:
         kurtosis(h)
     return quantize_for(h, feed)

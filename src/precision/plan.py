@@ -33,7 +33,7 @@ from precision.config import (
     check_scaling,
 )
 from precision.errors import UserError
-from precision.formats import BF16, BY_NAME, E5M2, FP16, FP32, Format, static_scale
+from precision.formats import BF16, BY_NAME, E4M3, E5M2, FP16, FP32, Format, static_scale
 from precision.hardware import Gpu
 from precision.report import plan_text
 from precision.resolve import Gemm, Resolver
@@ -44,6 +44,7 @@ GEMM_OPS = (
     *("ffn", "moe.shared", "moe.router", "moe.experts", "mtp.proj", "lm_head"),
 )
 TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.combine", "moe.accumulate")
+SWIGLU = "swiglu"  # its input as saved for backward: fp8, or as GEMMs return it
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
 FP8_OPS = {*GEMM_OPS, "moe.dispatch", "attn.core"} - {"moe.router"}
 RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # exceptions apply to these, and to a core in FP8; mtp.* excludes norms
@@ -96,6 +97,18 @@ class Plan:
                 only = " and ".join(each.value for each in built)
                 raise UserError(f"precision.table.{op}={precision.value}: only {only} is built; set it to fp32")
             self.tensors[op] = TensorRow(op, op, BY_NAME[precision.value], "table")
+        if config.table.swiglu is not None:
+            self._save_swiglu(config.table.swiglu)
+
+    def _save_swiglu(self, precision: Precision) -> None:
+        """Register SwiGLU's saved input if it is in FP8."""
+        residual, key = self._table("residual", SWIGLU), f"precision.table.swiglu={precision.value}"
+        if precision not in (Precision.fp8, residual):
+            raise UserError(f"{key}: it is saved as GEMMs return it, or in fp8; set {residual.value} or fp8")
+        if precision is Precision.fp8:
+            if residual is not Precision.bf16:
+                raise UserError(f"{key}: only BF16 is cast, and residual={residual.value}; set {residual.value}")
+            self.tensors[SWIGLU] = TensorRow(SWIGLU, SWIGLU, E4M3, "table")
 
     @property
     def delayed(self) -> bool:
@@ -183,6 +196,9 @@ class Plan:
                     + (" that is FP8" if rule.fp8_only or rule.precision is None else "")
                     + "; correct or remove it (dry_run=true prints the rows)"
                 )
+        narrow = any(row.recipe.swiglu.is_fp8 for name, row in self.gemms.items() if name.endswith(".gate_up"))
+        if self.config.table.swiglu is Precision.fp8 and not narrow:
+            self._note("precision.table.swiglu=fp8 has no effect: no gated feed-forward layer multiplies in FP8")
         formats = {name: (row.op, row.recipe.input) for name, row in self.gemms.items()}
         formats |= {name: (row.op, row.format) for name, row in self.tensors.items() if row.op not in TRAINER_OPS}
         others = [each for each in formats.items() if each[1][1] not in (FP16, FP32)]
@@ -328,7 +344,9 @@ class Plan:
                 forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
             else:
                 forward = grad = BY_NAME[precision.value]
-            self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation)
+            narrow = precision is Precision.fp8 and self.config.table.swiglu is Precision.fp8
+            kept = E4M3 if narrow else output
+            self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation, kept)
         return self._recipes[key]
 
 

@@ -14,7 +14,8 @@ class GemmRecipe:
     holds no names.
 
     input, grad: formats of the operands of the forward and of the gradient. saved: format of x saved for backward.
-    output: format of y and dx. accumulation: of the products of all three.
+    output: format of y and dx. accumulation: of the products of all three. swiglu: format of y saved for backward, if
+    SwiGLU reads it.
     """
 
     input: Format
@@ -24,6 +25,7 @@ class GemmRecipe:
     scaling: ScalingConfig
     backend: str
     accumulation: Accumulation = Accumulation.fp32
+    swiglu: Format = BF16
 
     @property
     def is_fp8(self) -> bool:
@@ -70,7 +72,7 @@ class GemmRecipe:
     @property
     def in_bf16(self) -> "GemmRecipe":
         """This recipe without FP8: operands and gradients in BF16."""
-        plain = replace(self, input=BF16, grad=BF16, saved=BF16, accumulation=Accumulation.fp32)
+        plain = replace(self, input=BF16, grad=BF16, saved=BF16, accumulation=Accumulation.fp32, swiglu=BF16)
         return plain if self.is_fp8 else self
 
 

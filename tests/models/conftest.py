@@ -49,10 +49,13 @@ def _model_config(name: str) -> ModelConfig:
     return config
 
 
-def _on_meta(config: ModelConfig, recipe: str = "fp32", head: Precision | None = None) -> tuple[DeepSeek, Plan]:
-    """The model without memory, and its plan. head: precision of the head, if not the recipe's."""
+def _on_meta(
+    config: ModelConfig, recipe: str = "fp32", head: Precision | None = None, swiglu: Precision | None = None
+) -> tuple[DeepSeek, Plan]:
+    """The model without memory, and its plan. head: precision of the head, if not the recipe's. swiglu: of its saved
+    input."""
     precision = _precision(recipe)
-    precision.table.lm_head = head or precision.table.lm_head
+    precision.table.lm_head, precision.table.swiglu = head or precision.table.lm_head, swiglu
     plan = Plan(precision, config.num_layers)
     with torch.device("meta"):
         return DeepSeek(config, plan), plan

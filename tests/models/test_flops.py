@@ -76,21 +76,25 @@ def test_research_sizes_are_what_their_files_say(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "head"),
-    [("fp32", None), ("bf16", None), ("fp8_delayed", None), ("fp8_delayed", Precision.fp8), ("fp8_full", None)],
-)
+    ("recipe", "head", "swiglu"),
+    [
+        ("fp32", None, None), ("bf16", None, None), ("fp8_delayed", None, None), ("fp8_delayed", Precision.fp8, None),
+        ("fp8_full", None, Precision.fp8),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
 @pytest.mark.parametrize("shape", ["deepseek_tiny", "fog_mla_tiny"])
 def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
     recipe: str,
     head: Precision | None,
+    swiglu: Precision | None,
     q_lora_rank: int | None,
     shape: str,
     model_config: Callable[[str], ModelConfig],
     on_meta: OnMeta,
 ) -> None:
     config = replace(model_config(shape), q_lora_rank=q_lora_rank)
-    model, plan = on_meta(config, recipe, head)
+    model, plan = on_meta(config, recipe, head, swiglu)
     model.to_empty(device="cpu").init_weights(0)
     bind(model, plan, "cpu")
     compute = [t for layer in gemm_layers(model) for t in layer.operand or () if t is not None]

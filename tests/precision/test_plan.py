@@ -26,6 +26,20 @@ def resolve(config: PrecisionConfig, layers: int = 3, first: str = "gate_up") ->
     return plan
 
 
+def test_swiglu_saves_fp8_where_a_gated_layer_multiplies_in_it(recipe: Recipe) -> None:
+    plan = resolve(recipe("fp8_block", table__swiglu="fp8", rules__first_blocks=1))
+    saved = {name: row.recipe.swiglu.name for name, row in plan.gemms.items() if name.endswith("gate_up")}
+    assert saved == {f"layers.{i}.moe.experts.gate_up": "bf16" if i == 0 else "e4m3" for i in range(3)}
+    assert plan.tensors["swiglu"].format.name == "e4m3" and not plan.notes
+    assert "swiglu" not in resolve(recipe("fp8_block")).tensors
+    for name, first in (("bf16", "gate_up"), ("fp8_block", "up")):
+        assert "swiglu=fp8 has no effect" in resolve(recipe(name, table__swiglu="fp8"), first=first).notes[0]
+    with pytest.raises(ValueError, match=r"swiglu=fp32: it is saved as GEMMs return it, or in fp8; set bf16 or fp8"):
+        resolve(recipe("fp8_block", table__swiglu="fp32"))
+    with pytest.raises(ValueError, match=r"swiglu=fp8: only BF16 is cast, and residual=fp32; set fp32"):
+        resolve(recipe("fp8_block", table__swiglu="fp8", table__residual="fp32"))
+
+
 def formats(plan: Plan, name: str) -> tuple[str, str, str, str]:
     recipe = plan.gemms[name].recipe
     return recipe.input.name, recipe.grad.name, recipe.saved.name, recipe.output.name

@@ -6,8 +6,8 @@
 
 Every operand is cast once, by the kernel that makes it; x once for gate and up. The router's weight is applied inside
 SwiGLU, so the experts' outputs are not saved, and the weight's gradient comes with SwiGLU's. Saved for backward: x in
-token order, and the first GEMM's result in BF16. x's rows are K times as large, so they are gathered again; in FP8 this
-also makes their transposed copy. In BF16 they may be saved instead.
+token order, and the first GEMM's result in BF16 or FP8 (`swiglu`). x's rows are K times as large, so they are gathered
+again; in FP8 this also makes their transposed copy. In BF16 they may be saved instead.
 
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
@@ -19,9 +19,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from precision.formats import E4M3
 from precision.kernels import const, grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
-from precision.kernels.common import Cast
+from precision.kernels.common import Cast, cdiv
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
@@ -35,19 +36,21 @@ from precision.permutation import TILE, rows_in_tiles
 
 @dataclass(frozen=True)
 class _Casts:
-    """Casts of x, h and weights, and of gradients. None: BF16. fast: how FP8 products are summed."""
+    """Casts of x, h and weights, and of gradients. None: BF16. fast: how FP8 products are summed. narrow: whether the
+    first GEMM's result is saved in FP8."""
 
     forward: Cast | None
     grad: Cast | None
     fast: bool
+    narrow: bool
 
     @staticmethod
     @cache
     def parse(how: str) -> "_Casts":
         if not how:
-            return _Casts(None, None, False)
-        forward, grad, *fast = how.split()
-        return _Casts(Cast.parse(forward), Cast.parse(grad), bool(fast))
+            return _Casts(None, None, False, False)
+        forward, grad, *flags = how.split()
+        return _Casts(Cast.parse(forward), Cast.parse(grad), "fast" in flags, "narrow" in flags)
 
     @property
     def mode(self) -> int:
@@ -92,9 +95,10 @@ def ffn_forward(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
     keep_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the layer; return y [T, D] BF16 and the tensors for backward: the first GEMM's result, h's scales, rows
-    of x (with keep_rows, of BF16 experts) and the six tensors of the Route.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the layer; return y [T, D] BF16 and the tensors for backward: the first GEMM's result and its inverse
+    scales (empty: it is BF16), h's scales, rows of x (with keep_rows, of BF16 experts) and the six tensors of the
+    Route.
 
     x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain); choices: how many of them are not
     none (-1: all; see `route`); add [T, D] (empty: none). h_place, kurtosis [2] FP64 (empty: none): h's, for a sampled
@@ -109,11 +113,11 @@ def ffn_forward(
         rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
         rows_inv = gathered if gathered is not None else x_inv
     y1 = _nt(rows, rows_inv, w1, w1_inv, casts, to)
-    h, h_inv = swiglu(
-        y1, to.weight if to is not None else None, to.ends if to is not None else None, h_scale, h_amax, casts.forward
-    )
+    weights, ends = (to.weight, to.ends) if to is not None else (None, None)
+    h, h_inv, saved, saved_inv = swiglu(y1, weights, ends, h_scale, h_amax, casts.forward, casts.narrow)
     if is_sampled():
         _sample_h(y1, h, h_inv, to, casts, h_place, kurtosis)
+    del y1
     y = _nt(h, h_inv[0] if casts.mode == const.TENSOR.value else h_inv, w2, w2_inv, casts, to)
     if to is not None:
         y, _ = combine(y, to, add if add.numel() else None)
@@ -122,7 +126,7 @@ def ffn_forward(
     kept = rows if keep_rows and casts.mode == 0 and to is not None else _empty(x, dtype=x.dtype)
     if casts.mode == const.BLOCK.value:
         h_inv = _empty(x)  # h is cast again in the backward pass
-    return y, y1, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
+    return y, saved, saved_inv, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
 
 
 @torch.library.register_fake(ffn_forward)
@@ -130,27 +134,29 @@ def _(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
     keep_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    mode, (T, D) = _Casts.parse(how).mode, x.shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mode, narrow, (T, D) = _Casts.parse(how).mode, _Casts.parse(how).narrow, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
     choices = expert.numel() if choices < 0 else choices
     R = rows_in_tiles(choices, experts) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
-    y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
+    y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=E4M3.dtype if narrow else torch.bfloat16)
+    y1_inv = _empty(x, *((2 * cdiv(w1.shape[-2] // 2, 128), R) if narrow else ()))
     h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))
     kept = _empty(x, R, D, dtype=x.dtype) if keep_rows and mode == 0 and experts else _empty(x, dtype=x.dtype)
     if not experts:
-        return y, y1, h_inv, kept, *[_empty(x) for _ in range(6)]
+        return y, y1, y1_inv, h_inv, kept, *[_empty(x) for _ in range(6)]
     i32 = torch.int32
     return (
-        y, y1, h_inv, kept, _empty(x, R, dtype=i32), _empty(x, R), _empty(x, *expert.shape, dtype=i32),
+        y, y1, y1_inv, h_inv, kept, _empty(x, R, dtype=i32), _empty(x, R), _empty(x, *expert.shape, dtype=i32),
         _empty(x, experts, dtype=i32), _empty(x, experts, dtype=i32), _empty(x, R // 128, dtype=i32),
     )  # fmt: skip
 
 
 @operator("ffn_backward")
 def ffn_backward(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, y1_inv: Tensor, h_inv: Tensor, x_rows: Tensor,
+    routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -164,8 +170,8 @@ def ffn_backward(
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11).
     """
     dx, dweight, amaxes, *products = input_gradients(
-        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out, dy_place,
-        d1_place,
+        dy, x, x_inv, y1, y1_inv, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out,
+        dy_place, d1_place,
     )  # fmt: skip
     dw2 = products.pop()()  # its operands are freed before dw1's are transposed
     return dx, products.pop()(), dw2, dweight, amaxes
@@ -175,7 +181,8 @@ Product = Callable[[], Tensor]
 
 
 def input_gradients(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, y1_inv: Tensor, h_inv: Tensor, x_rows: Tensor,
+    routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Product, Product]:  # fmt: skip
@@ -190,6 +197,7 @@ def input_gradients(
     forward, (dy_amax, d1_amax) = casts.forward, (amaxes[0], amaxes[1])
     mode = casts.mode
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    inv1 = y1_inv if casts.narrow else None
     if to is None:
         d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
         if is_sampled():
@@ -212,25 +220,25 @@ def input_gradients(
     del d
     if mode == const.TENSOR.value:
         d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
-            dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
+            dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward, inv1
         )
         d1t_inv, ht_inv = d1_inv, h_inv[0]
     elif mode == const.ROW.value:
-        d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
+        d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward, inv1)
         d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
         ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
     elif dh.shape[1] % 128 == 0:
         d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
-            dh, y1, weight, ends, d1_amax, casts.grad, forward
+            dh, y1, weight, ends, d1_amax, casts.grad, forward, inv1
         )
     else:  # a block has columns of gate and of up
-        d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None)
+        d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None, inv1)
         d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
         unseen = torch.zeros((), device=h.device)
         _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
     if is_sampled():
-        _sample_d1(dh, y1, d1, d1_inv, to, casts.grad, d1_place)
+        _sample_d1(dh, y1, inv1, d1, d1_inv, to, casts.grad, d1_place)
     del dh
     dx, dweight = _nt(d1, d1_inv, _in_order(w1), w1_inv, casts, to), _empty(x)
     if to is not None:
@@ -250,7 +258,8 @@ def input_gradients(
 
 @torch.library.register_fake(ffn_backward)
 def _(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, y1_inv: Tensor, h_inv: Tensor, x_rows: Tensor,
+    routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -299,7 +308,7 @@ def _sample_h(
     live = None if to is None else to.token[part]
     exact, inv = h[part], h_inv
     if casts.forward is not None:
-        exact, _ = swiglu(y1[part].contiguous(), *_sampled_route(to, part), h_inv, _empty(h, 1), None)
+        exact, *_ = swiglu(y1[part].contiguous(), *_sampled_route(to, part), h_inv, _empty(h, 1), None)
         inv = h_inv[0] if casts.mode == const.TENSOR.value else h_inv[part]
         show(place, exact, h[part], inv, casts.forward.fmt, live)
     if kurtosis.numel():
@@ -307,12 +316,13 @@ def _sample_h(
 
 
 def _sample_d1(
-    dh: Tensor, y1: Tensor, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast, place: Tensor | None
-) -> None:
+    dh: Tensor, y1: Tensor, y1_inv: Tensor | None, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast,
+    place: Tensor | None,
+) -> None:  # fmt: skip
     """Show rows of [dg, du], recomputed in BF16."""
     part = every(y1)
-    rows = dh[part].contiguous(), y1[part].contiguous()
-    exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)
+    rows, inv = (dh[part].contiguous(), y1[part].contiguous()), None if y1_inv is None else y1_inv[:, part].contiguous()
+    exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None, inv)
     show(place, exact, d1[part], part_of(d1_inv, part), how.fmt, None if to is None else to.token[part])
 
 

@@ -4,8 +4,9 @@
     backward  dg = dh w u s (1 + g (1 - s)),  du = dh w silu(g),  dw = sum of dh silu(g) u,   s = sigmoid(g)
 
 The backward pass makes the operands of four products: [dg, du] in FP8 for the input gradient, its transposed copy and
-h's for the weight gradients. h is recomputed, so that only the GEMM's result is saved. With ROW scales a row is in
-registers, and operands to be transposed are written as rows first; with BLOCK scales the pass returns BF16 to `cast`.
+h's for the weight gradients. h is recomputed, so that only the GEMM's result is saved: in BF16, or in E4M3 with scales
+of 1 x 128 numbers, powers of two (`narrow`). With ROW scales a row is in registers, and operands to be transposed are
+written as rows first; with BLOCK scales the pass returns BF16 to `cast`.
 """
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.formats import E4M3
 from precision.kernels import const
 from precision.kernels.common import (
     STRIPS,
@@ -80,31 +82,49 @@ def _activated(y, weight, r, c, R, F, GROUPS: tl.constexpr):
     w = weights_of(weight, r, R, GROUPS)
     g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
     u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
-    return _activate(g, u, w[:, None]), inside
+    return _activate(g, u, w[:, None]), inside, g, u
 
 
 @triton.jit
-def read(dh, y, r, c, R, F):
-    """Load h's gradient, gate and up for rows and columns, unconverted."""
+def _save(x, y8, y_inv, r, i, inside, block, R, F, F8: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Save a tile of gate or up at positions i, in blocks of 1 x 128: of F columns those from number `block` on."""
+    parts = tl.reshape(x, (BR * (BC // 128), 128))
+    scale = scale_of(amax_along(parts, 1), 448.0, 1.0, True)
+    x8 = to_fp8(tl.reshape(parts * scale[:, None], (BR, BC)), F8, 448.0)
+    tl.store(y8 + i, x8, mask=inside)
+    b = block + tl.arange(0, BC // 128)
+    at = y_inv + b[None, :].to(tl.int64) * R + r[:, None]
+    tl.store(at, tl.reshape(inverse(scale, True), (BR, BC // 128)), mask=(b * 128 < F)[None, :] & (r < R)[:, None])
+
+
+@triton.jit
+def read(dh, y, y_inv, r, c, block, R, F, NARROW: tl.constexpr):
+    """Load h's gradient, gate and up for rows and columns, unconverted unless NARROW. block: of 128 columns, that c is
+    in."""
     r64 = r[:, None].to(tl.int64)
     inside = (r < R)[:, None] & (c < F)[None, :]
     o = r64 * (2 * F) + c[None, :]
     one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0)
-    return one, tl.load(y + o, mask=inside, other=0), tl.load(y + o + F, mask=inside, other=0)
+    g, u = tl.load(y + o, mask=inside, other=0.0), tl.load(y + o + F, mask=inside, other=0.0)
+    if NARROW:
+        at = y_inv + tl.cast(block, tl.int64) * R + r
+        g = g.to(tl.float32) * tl.load(at, mask=r < R, other=0)[:, None]
+        u = u.to(tl.float32) * tl.load(at + tl.cdiv(F, 128).to(tl.int64) * R, mask=r < R, other=0)[:, None]
+    return one, g, u
 
 
 @triton.jit
-def _changed(dh, y, weight, r, c, R, F, GROUPS: tl.constexpr):
+def _changed(dh, y, y_inv, weight, r, c, block, R, F, GROUPS: tl.constexpr, NARROW: tl.constexpr):
     """Return `gradients` for rows and columns."""
     w = weights_of(weight, r, R, GROUPS)
-    one, g, u = read(dh, y, r, c, R, F)
+    one, g, u = read(dh, y, y_inv, r, c, block, R, F, NARROW)
     return gradients(one.to(tl.float32), g.to(tl.float32), u.to(tl.float32), w[:, None])
 
 
 @triton.jit
 def _amax_kernel(
-    dh, y, weight, ends, scale_row, own, R, F, COLUMNS, DELAYED: tl.constexpr, BACKWARD: tl.constexpr,
-    GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    dh, y, y_inv, weight, ends, scale_row, own, R, F, COLUMNS, DELAYED: tl.constexpr, BACKWARD: tl.constexpr,
+    GROUPS: tl.constexpr, NARROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the amax into `own`, unless the scale is known: of the result, or (BACKWARD) of the gradients of gate and
     up."""
@@ -115,7 +135,8 @@ def _amax_kernel(
             r = tile // COLUMNS * BR + tl.arange(0, BR)
             c = tile % COLUMNS * BC + tl.arange(0, BC)
             if BACKWARD:
-                dg, du, _, _ = _changed(dh, y, weight, r, c, R, F, GROUPS)
+                block = tile % COLUMNS * BC // 128
+                dg, du, _, _ = _changed(dh, y, y_inv, weight, r, c, block, R, F, GROUPS, NARROW)
                 largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
             else:
                 largest = tl.maximum(largest, abs_bits(_activated(y, weight, r, c, R, F, GROUPS)[0]))
@@ -124,16 +145,21 @@ def _amax_kernel(
 
 @triton.jit
 def _forward_kernel(
-    y, h, weight, ends, scale_row, own, amax, inv, R, F, COLUMNS,
+    y, y8, y_inv, h, weight, ends, scale_row, own, amax, inv, R, F, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    MODE: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    MODE: tl.constexpr, GROUPS: tl.constexpr, NARROW: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
     column = tl.program_id(0) % COLUMNS
     if row * BR < rows_left(ends, R, GROUPS):
         r = row * BR + tl.arange(0, BR)
         c = column * BC + tl.arange(0, BC)
-        v, inside = _activated(y, weight, r, c, R, F, GROUPS)
+        v, inside, g, u = _activated(y, weight, r, c, R, F, GROUPS)
+        if NARROW:
+            i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
+            block = column * BC // 128
+            _save(g, y8, y_inv, r, i, inside, block, R, F, F8, BR, BC)
+            _save(u, y8, y_inv + tl.cdiv(F, 128).to(tl.int64) * R, r, i + F, inside, block, R, F, F8, BR, BC)
         o = r[:, None].to(tl.int64) * F + c[None, :]
         if MODE == 0:
             tl.store(h + o, v.to(tl.bfloat16), mask=inside)
@@ -155,9 +181,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dh, y, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4, COLUMNS,
+    dh, y, y_inv, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    H8: tl.constexpr, H_LIMIT: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, GROUPS: tl.constexpr, NARROW: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Compute [dg, du], its transposed copy and h's, in FP8 with one scale per tensor. All loads come before all
     stores."""
@@ -175,7 +202,8 @@ def _backward_kernel(
         scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
         scale_h = tl.load(h_scale)
         for i in tl.static_range(4):
-            dg, du, h, addend = _changed(dh, y, weight, r4 * 4 + i, c, R, F, GROUPS)
+            block = column * BC // 128
+            dg, du, h, addend = _changed(dh, y, y_inv, weight, r4 * 4 + i, c, block, R, F, GROUPS, NARROW)
             largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
             if GROUPS > 0:
                 sums += tl.where(j == i, tl.sum(addend, 1)[:, None], 0.0)
@@ -205,9 +233,10 @@ def _backward_kernel(
 
 @triton.jit
 def _backward_rows_kernel(
-    dh, y, d, h, dw, weight, ends, amax, inv, inv_h, R, F,
+    dh, y, y_inv, d, h, dw, weight, ends, amax, inv, inv_h, R, F,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    H8: tl.constexpr, H_LIMIT: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, BC: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, NARROW: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Compute one row per program. ROW: FP8 under the row's own scale; 0: BF16."""
     r = tl.program_id(0)
@@ -219,8 +248,12 @@ def _backward_rows_kernel(
         if GROUPS > 0:
             w = tl.load(weight + r)
         one = tl.load(dh + r.to(tl.int64) * F + c, mask=inside, other=0).to(tl.float32)
-        g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
-        u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
+        g = tl.load(y + o, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(y + o + F, mask=inside, other=0.0).to(tl.float32)
+        if NARROW:
+            at = y_inv + (c // 128).to(tl.int64) * R + r
+            g *= tl.load(at, mask=inside, other=0)
+            u *= tl.load(at + tl.cdiv(F, 128).to(tl.int64) * R, mask=inside, other=0)
         dg, du, hh, addend = gradients(one, g, u, w)
         if MODE == 0:
             tl.store(d + o, dg.to(tl.bfloat16), mask=inside)
@@ -242,9 +275,11 @@ def _backward_rows_kernel(
 
 
 def swiglu(
-    y: Tensor, weight: Tensor | None, ends: Tensor | None, scale_row: Tensor, amax: Tensor, how: Cast | None
-) -> tuple[Tensor, Tensor]:
-    """Return h [R, F] and its inverse scales: FP8 as from `cast` (TENSOR: [inverse scale, scale]), BF16 without `how`.
+    y: Tensor, weight: Tensor | None, ends: Tensor | None, scale_row: Tensor, amax: Tensor, how: Cast | None,
+    narrow: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return h [R, F] and its inverse scales: FP8 as from `cast` (TENSOR: [inverse scale, scale]), BF16 without `how`;
+    and y as saved for backward with its inverse scales: y itself and nothing, or with `narrow` E4M3 and [blocks, R].
 
     y [R, 2F] BF16, weight [R] FP32 and ends [E] of the experts' rows (None: plain rows).
     """
@@ -257,32 +292,34 @@ def swiglu(
     inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
     own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == const.TENSOR.value else as_bits(inv)
     if mode == const.ROW.value:
-        BC = power_of_2(F)
+        BC = max(128, power_of_2(F)) if narrow else power_of_2(F)
         BR, warps = max(1, min(128, 4096 // BC)), row_warps(BC)  # experts' rows end at multiples of 128
     else:
         BR, BC, warps = 64, 128, 4
+    saved = y if not narrow else torch.empty(R, 2 * F, device=y.device, dtype=E4M3.dtype)
+    saved_inv = torch.empty((2 * cdiv(F, 128), R) if narrow else (0,), device=y.device, dtype=torch.float32)
     columns = cdiv(F, BC)
     grid, blocks = columns * cdiv(R, BR), {"GROUPS": groups(ends), "BR": BR, "BC": BC, "num_warps": warps}
     if mode == const.TENSOR.value:
         _amax_kernel[(min(STRIPS, grid),)](
-            y, y, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
-            DELAYED=constants["DELAYED"], BACKWARD=False, **blocks,
+            y, y, saved_inv, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
+            DELAYED=constants["DELAYED"], BACKWARD=False, NARROW=False, **blocks,
         )  # fmt: skip
     _forward_kernel[(grid,)](
-        y, h, given(weight, y), given(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
-        **constants, MODE=mode, **blocks,
+        y, saved, saved_inv, h, given(weight, y), given(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
+        **constants, MODE=mode, NARROW=narrow, **blocks,
     )  # fmt: skip
-    return h, inv.t() if mode == const.BLOCK.value else inv
+    return h, inv.t() if mode == const.BLOCK.value else inv, saved, saved_inv
 
 
 def swiglu_backward_tensor(
     dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, h_scale: Tensor, scale_row: Tensor, amax: Tensor,
-    how: Cast, how_h: Cast,
+    how: Cast, how_h: Cast, y_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward with TENSOR scales: return d [R, 2F] and d_t [2F, R'] FP8, h_t [F, R'] FP8, d's inverse scale (0-d), and
     the weights' gradients in parts [n, R] FP32.
 
-    dh [R, F], y [R, 2F] BF16; h_scale [2] as `swiglu` returned it.
+    dh [R, F], y [R, 2F] BF16, or E4M3 with y_inv; h_scale [2]; as `swiglu` returned them.
     """
     R, F = dh.shape
     Rt, device = padded_rows(R), dh.device
@@ -291,30 +328,31 @@ def swiglu_backward_tensor(
     ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
     BR, BC = 64, 64
     columns = cdiv(F, BC)
-    grid, blocks = columns * (Rt // BR), {"GROUPS": groups(ends), "BR": BR, "BC": BC, "num_warps": 4}
+    grid = columns * (Rt // BR)
+    blocks = {"GROUPS": groups(ends), "NARROW": y_inv is not None, "BR": BR, "BC": BC, "num_warps": 8}
     dw = torch.empty(columns if weight is not None else 0, R, device=device)
     # without any row nothing is written, and the weights' gradients are zero times this scale
     own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.zeros((), device=device)
     _amax_kernel[(min(STRIPS, grid),)](
-        dh, y, given(weight, y), given(ends, y), scale_row, own, R, F, columns,
-        DELAYED=how.delayed, BACKWARD=True, maxnreg=128, **blocks,
+        dh, y, given(y_inv, y), given(weight, y), given(ends, y), scale_row, own, R, F, columns,
+        DELAYED=how.delayed, BACKWARD=True, **blocks,
     )  # fmt: skip
     _backward_kernel[(grid,)](
-        dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, given(weight, y), given(ends, y), scale_row, own,
-        as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
-        H_LIMIT=how_h.fmt.max, maxnreg=128, **blocks,
+        dh, y, given(y_inv, y), as_bytes(d), as_words(dt), as_words(ht), dw, given(weight, y), given(ends, y),
+        scale_row, own, as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants,
+        H8=how_h.constants["F8"], H_LIMIT=how_h.fmt.max, **blocks,
     )  # fmt: skip
     return d, dt, ht, inv, dw
 
 
 def swiglu_backward_rows(
     dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, inv_h: Tensor | None, amax: Tensor,
-    how: Cast | None, how_h: Cast | None,
+    how: Cast | None, how_h: Cast | None, y_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward with ROW scales, or BF16 without `how`: return d [R, 2F], h [R, F], d's inverse scales [R, 1] (empty for
     BF16), and the weights' gradients [1, R] FP32.
 
-    inv_h [R, 1]: h's inverse scales, as `swiglu` returned them.
+    y [R, 2F] BF16, or E4M3 with y_inv; inv_h [R, 1]: h's inverse scales; as `swiglu` returned them.
     """
     R, F = dh.shape
     device = dh.device
@@ -326,9 +364,10 @@ def swiglu_backward_rows(
     BC = power_of_2(F)
     casts = (how or _PLAIN).constants
     _backward_rows_kernel[(max(R, 1),)](
-        dh, y, d, h, dw, given(weight, y), given(ends, y), as_bits(amax), inv, given(inv_h, dw), R, F,
+        dh, y, given(y_inv, y), d, h, dw, given(weight, y), given(ends, y), as_bits(amax), inv, given(inv_h, dw), R, F,
         **casts, H8=(how_h or _PLAIN).constants["F8"], H_LIMIT=(how_h or _PLAIN).fmt.max,
-        MODE=0 if how is None else how.mode, GROUPS=groups(ends), BC=BC, num_warps=row_warps(BC),
+        MODE=0 if how is None else how.mode, GROUPS=groups(ends), NARROW=y_inv is not None, BC=BC,
+        num_warps=row_warps(BC),
     )  # fmt: skip
     return d, h, inv, dw
 

@@ -156,7 +156,7 @@ def activations(device: torch.device, to: Route | None = None) -> None:
     assert wide.grad is not None and factor.grad is not None
     for mode in (0, *MODES):
         how, back, where = FORWARD.get(mode), GRAD.get(mode), f"SwiGLU, mode {mode}, {'experts' if to else 'rows'}"
-        h, h_inv = swiglu.swiglu(y, weight, ends, zeros(device), amax := zeros(device), how)
+        h, h_inv, _, _ = swiglu.swiglu(y, weight, ends, zeros(device), amax := zeros(device), how)
         got = h[live] if how is None else numbers_of(h[live], h_inv[0] if mode == TENSOR else h_inv[live], mode)
         near(got, exact.detach()[live], FP8_ROUNDING["e4m3"] if how else BF16_ROUNDING, where)
         if how is not None:

@@ -312,6 +312,32 @@ def test_operands_of_the_reference_backend_are_the_same_ones(recipe: Recipe) -> 
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
+def test_what_swiglu_saves_in_fp8_changes_gradients_by_its_rounding(recipe: Recipe, name: str, backend: str) -> None:
+    base, overrides = RECIPES[name]
+    results = []
+    for more in ({}, {"table__swiglu": "fp8"}):
+        layers, arena = build(recipe(base, **overrides, **more), backend, 144, 80, 2)
+        assert layers.ups.recipe.swiglu.is_fp8 == bool(more)
+        begin_step(layers, arena)
+        x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
+        weight = torch.ones(21, 2, device=DEVICE, requires_grad=True)
+        y = expert_ffn(
+            rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), expert, weight, layers.ups, layers.downs,
+            down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=None,
+        )  # fmt: skip
+        torch.manual_seed(4)
+        y.backward(gradient(y))
+        results.append((y.detach(), [x.grad, weight.grad, layers.ups.weight.grad, layers.downs.weight.grad]))
+    (y, plain), (same_y, narrow) = results
+    assert torch.equal(y, same_y)
+    for one, other in zip(narrow, plain, strict=True):
+        assert one is not None and other is not None
+        assert error(one, other) < 2 * 2.0**-4, "two factors, rounded to E4M3"
+    assert not torch.equal(narrow[2], plain[2])
+
+
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
 def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(recipe: Recipe, name: str) -> None:
     base, overrides = RECIPES[name]

@@ -98,8 +98,10 @@ cast.gather_transposed(x8, inv, to.token, to.ends, how, True)
 route.gather(x8, inv, to, how)
 norm.rms_norm(new(R, D), floats(D), 1e-5, one, one, how, True)
 swiglu.swiglu(new(R, 2 * F), to.weight, to.ends, one, one, how)
+y8, y_inv = swiglu.swiglu(new(R, 2 * F), to.weight, to.ends, one, one, how, True)[2:]
 if mode == 1:
     swiglu.swiglu_backward_tensor(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(2), one, one, back, how)
+    swiglu.swiglu_backward_tensor(new(R, F), y8, to.weight, to.ends, floats(2), one, one, back, how, y_inv)
     route.route(new(R, 6, dtype=torch.int64), floats(R, 6), 64, 128)
     route.combine(new(R, D), to, new(R // 2, D), floats(22, R))
     topk_experts.choose(floats(R, 64), floats(64), 6, 1, 1)
@@ -121,10 +123,12 @@ if mode == 1:
         muon.apply(floats(E, F, D), slot, floats(muon.programs(x)), flag, one, 1.0, 0.1)
 if mode == 2:
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
+    swiglu.swiglu_backward_rows(new(R, F), y8, to.weight, to.ends, floats(R, 1), one, back, how, y_inv)
 if mode == 3:
     cast.cast_blocks(new(R // 2, D), one, back, rows=True, transposed=True, ends=to.ends, token=to.token)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
     swiglu_blocks.swiglu_backward_blocks(new(R, F), new(R, 2 * F), to.weight, to.ends, one, back, how)
+    swiglu_blocks.swiglu_backward_blocks(new(R, F), y8, to.weight, to.ends, one, back, how, y_inv)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
 weights.cast_weight(new(E, 2 * F, D), floats(E), floats(E), how, None)
 if mode != 2:

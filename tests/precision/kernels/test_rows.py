@@ -8,6 +8,7 @@ from torch import Tensor
 from precision.formats import E4M3, E5M2
 
 route_kernels = pytest.importorskip("precision.kernels.route", reason="Triton is missing")
+from precision.fused import _in_blocks, _of_blocks  # noqa: E402
 from precision.kernels import cast, grouped_gemm, norm, swiglu  # noqa: E402
 from precision.kernels.common import Cast  # noqa: E402
 from precision.kernels.route import Route  # noqa: E402
@@ -150,7 +151,7 @@ def test_swiglu(mode: int, experts: bool) -> None:
     y, dh = random(R, 2 * width), random(R, width)
     how, back = (Cast(fmt, mode, False, 0, mode != TENSOR) if mode else None for fmt in (E4M3, E5M2))
     amax, d_amax = zeros(), zeros()
-    h, h_inv = swiglu.swiglu(y, weight, ends, zeros(), amax, how)
+    h, h_inv, _, _ = swiglu.swiglu(y, weight, ends, zeros(), amax, how)
     wide = y.double().requires_grad_()
     factor = (weight.double() if weight is not None else torch.ones(R, device=DEVICE).double()).requires_grad_()
     gate, up = wide.chunk(2, 1)
@@ -184,6 +185,49 @@ def test_swiglu(mode: int, experts: bool) -> None:
     near(got, wide.grad[live], 4e-3 if mode in (0, BLOCK) else 0.08, "[dg, du]")
     if experts:
         near(dw.sum(0)[live], factor.grad[live], 1e-4, "dw")
+
+
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+@pytest.mark.parametrize(("experts", "width"), [(False, 80), (True, 144), (True, 256)])
+def test_swiglu_saved_in_fp8_goes_back_as_the_numbers_that_were_saved(mode: int, experts: bool, width: int) -> None:
+    torch.manual_seed(mode)
+    to = routed()[0] if experts else None
+    R = to.token.shape[0] if to is not None else 37
+    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    live = slice(0, int(to.ends[-1]) if to is not None else R)
+    y, dh = random(R, 2 * width), random(R, width)
+    y[2] *= 1e4
+    y[3] = 0
+    how, back = (Cast(fmt, mode, False, 0, mode != TENSOR) for fmt in (E4M3, E5M2))
+    h, h_inv, y8, y_inv = swiglu.swiglu(y, weight, ends, zeros(), zeros(), how, narrow=True)
+    same_h, same_inv, _, _ = swiglu.swiglu(y, weight, ends, zeros(), zeros(), how)
+    assert torch.equal(h[live].float(), same_h[live].float())
+    assert torch.equal(h_inv, same_inv)
+    data, inv = _in_blocks(y)
+    assert torch.equal(y8[live].float(), data.flatten(-2)[live].float())
+    assert torch.equal(y_inv.view(2, -1, R)[..., live], inv.permute(1, 2, 0)[..., live])
+    saved = _of_blocks(data, inv, torch.bfloat16)
+    near(saved[live], y[live], 0.04, "[g, u]")
+    results = []
+    for given, scales in ((y8, y_inv), (saved, None)):
+        made: list[Tensor] = [amax := zeros()]
+        if mode == TENSOR:
+            d, dt, ht, d_inv, dw = swiglu.swiglu_backward_tensor(
+                dh, given, weight, ends, h_inv, zeros(), amax, back, how, scales
+            )
+            made += [d[live], dt[:, live], ht[:, live], d_inv]
+        elif mode == ROW:
+            d, h8, d_inv, dw = swiglu.swiglu_backward_rows(dh, given, weight, ends, h_inv, amax, back, how, scales)
+            made += [d[live], h8[live], d_inv[live]]
+        elif width % 128 == 0:
+            *parts, dw = swiglu_backward_blocks(dh, given, weight, ends, amax, back, how, scales)
+            made += [parts[0][live], parts[2][:, live], parts[4][:, live], parts[1][live]]
+        else:
+            d, h, _, dw = swiglu.swiglu_backward_rows(dh, given, weight, ends, None, amax, None, None, scales)
+            made += [d[live], h[live]]
+        results.append([*made, dw[:, live]])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours.float(), theirs.float())
 
 
 @pytest.mark.parametrize("experts", [False, True])

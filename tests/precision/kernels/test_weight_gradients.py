@@ -129,10 +129,12 @@ def test_gradients_put_aside_are_those_of_a_whole_backward_pass(
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["", "e4m3:1:0:0:1"])
+@pytest.mark.parametrize("how", ["", "e4m3:1:0:0:1", "e4m3:1:0:0:1 narrow"])
 def test_hints_to_the_compiler_are_true(how: str, out: torch.dtype) -> None:
     """The operators' stand-ins give the dtype, too."""
     from precision.kernels import ffn_ops, gemm_ops
+
+    how, *narrow = how.split() or [""]
 
     def some(*shape: int) -> Tensor:
         made = torch.randn(shape, device=DEVICE)
@@ -144,8 +146,13 @@ def test_hints_to_the_compiler_are_true(how: str, out: torch.dtype) -> None:
     y1 = torch.randn(ROWS, 2 * INNER, device=DEVICE).bfloat16()
     # FP8 has a copy for the input gradient, BF16 is seen transposed
     w1, w2 = (some(K, N) if how else some(N, K).mT for N, K in ((2 * INNER, WIDTH), (WIDTH, INNER)))
-    given = dy, some(ROWS, WIDTH), inv, y1, torch.ones(2, device=DEVICE) if how else none, none, [none] * 6
-    hows = f"{how} {how}" if how else ""
+    y1_inv = torch.ones(2 * -(-INNER // 128), ROWS, device=DEVICE) if narrow else none
+    y1 = y1.to(torch.float8_e4m3fn) if narrow else y1
+    given = dy, some(ROWS, WIDTH), inv, y1, y1_inv, torch.ones(2, device=DEVICE) if how else none, none, [none] * 6
+    hows = " ".join([how, how, *narrow]) if how else ""
+    unused, back = torch.empty(0, dtype=torch.int64, device=DEVICE), (w.mT.contiguous() for w in (w1, w2))
+    forward = given[1], inv, *(part for w in back for part in (w, inv)), unused, none, none.bfloat16(), one, one
+    torch.library.opcheck(ffn_ops.ffn_forward, (*forward, hows, -1, None, none, False), test_utils=checks)
     torch.library.opcheck(
         ffn_ops.ffn_backward, (*given, w1, inv, w2, inv, one * 0, one * 0, hows, out), test_utils=checks
     )

@@ -15,7 +15,7 @@ from models import DeepSeek, ModelConfig
 from models.matrices import division
 from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
-from precision.config import BackendChoice, Method, RulesException
+from precision.config import BackendChoice, Method, Precision, RulesException
 from precision.hardware import Gpu
 from precision.linear import quantize
 from precision.rows import GemmRecipe
@@ -38,9 +38,11 @@ Change = Callable[[DeepSeek], object]
 
 
 def load(name: str) -> PrecisionConfig:
+    name, *swiglu = name.split("+")
     merged = OmegaConf.merge(OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, PrecisionConfig)
+    config.table.swiglu = Precision.fp8 if swiglu else None
     return config
 
 
@@ -84,7 +86,7 @@ def run(name: str, change: Change | None = None, exceptions: list[RulesException
     return watch(name, change, exceptions).findings
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block", "fp8_full"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block+swiglu", "fp8_full"])
 def test_every_row_is_what_happens(name: str) -> None:
     findings = run(name)
     assert len(findings) > 40
@@ -180,7 +182,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.parametrize(  # cuBLAS has blocks on a GPU only
-    "name", ["bf16", "fp8_delayed", pytest.param("fp8_jit", marks=pytest.mark.exhaustive)]
+    "name", ["bf16", "fp8_delayed+swiglu", pytest.param("fp8_jit", marks=pytest.mark.exhaustive)]
 )
 def test_kernels_are_what_happens(name: str) -> None:
     found = watch(name, backend=BackendChoice.cuda)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from precision import ScalingArena, gemm_layers, head
+from precision import ScalingArena, fused, gemm_layers, head
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend, replaced
 from precision.linear import GroupedLinear, Linear
+from precision.plan import SWIGLU
 from precision.rows import GemmRecipe
 from precision.scaling import Slot
 from trainer.offline.audit.accumulation import check_sums
@@ -75,6 +76,10 @@ class GemmRecorder:
         fp32 = total.dtype == torch.float32 or bool((error <= allowed).all())
         self.seen.note(f"{self._experts}.accumulate", torch.float32 if fp32 else rows.dtype)
 
+    def saved_by_swiglu(self, saved: Tensor) -> None:
+        """Record gate and up as saved in FP8. (Where a layer computes in BF16 they are saved as they are.)"""
+        self.seen.note(SWIGLU, saved.dtype)
+
     @property
     def _experts(self) -> str:
         return self.latest.rpartition(".")[0].removesuffix(EXPERTS) + ".moe"
@@ -105,6 +110,7 @@ def recorded(recorder: GemmRecorder, backends: list[str]) -> Iterator[None]:
         for name in backends:
             stack.enter_context(replaced(name, _recording(get_backend(name), recorder)))
         stack.enter_context(_intercept(head, "_add_wgrad", _after_head(recorder)))
+        stack.enter_context(_intercept(fused, "_in_blocks", lambda result, x: recorder.saved_by_swiglu(result[0])))
         if CUDA in backends:
             from precision.kernels import ffn_ops
 
@@ -180,7 +186,12 @@ def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
         add = more.get("add", rest[0] if rest else None)
         recorder.sum_of_rows(rows, to.position, add, result[0])
 
-    return {"_nt": product, "_wgrad": weight_gradient, "_wgrad_bf16": weight_gradient_bf16, "combine": combine}
+    def swiglu(result: tuple[Tensor, Tensor, Tensor, Tensor], *rest: Any) -> None:
+        if result[3].numel():
+            recorder.saved_by_swiglu(result[2])
+
+    products = {"_nt": product, "_wgrad": weight_gradient, "_wgrad_bf16": weight_gradient_bf16}
+    return products | {"combine": combine, "swiglu": swiglu}
 
 
 def _data(layer: Linear | GroupedLinear) -> Tensor:

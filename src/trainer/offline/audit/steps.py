@@ -68,6 +68,7 @@ def audit(
             seen.note("optim.master", parameter.dtype)
             for row in ("grad.accumulate", "grad.reduce"):  # one process: nothing to reduce, the sum is the gradient
                 seen.note(row, parameter.grad.dtype if parameter.grad is not None else "no gradient")
+        arena.commit(arena.finite())
         optimizer.step(arena.finite(), torch.zeros((), device=device))
         for state in optimizer.state_dict().values():
             for key, tensor in state.items():
@@ -75,7 +76,6 @@ def audit(
                     seen.note("optim.moments", tensor.dtype)
             if step == 0 and "exp_avg" in state:
                 _note_arithmetic(arithmetic, state)
-        arena.commit(arena.finite())
         optimizer.zero_grad()
     probes, of_row = _probe_all(plan, tokens or batches[0].numel(), device, shortest)
     for name, probed in of_row.items():
