@@ -10,6 +10,7 @@ from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
 from trainer.checkpoint.folder import (
     OnEvent,
     Verify,
+    as_given,
     checkpoint_name,
     checkpoint_step,
     list_checkpoints,

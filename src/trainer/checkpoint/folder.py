@@ -51,6 +51,14 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def as_given(path: Path) -> Path:
+    """Return a path that a user gave. That of a checkpoint ends in its name and its run's folders, also where the user
+    is in one of them or gave a link."""
+    resolved = path.resolve()
+    is_plain = checkpoint_step(path) is not None and len(path.parts) > 1
+    return path if is_plain or checkpoint_step(resolved) is None else resolved
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return all visible checkpoints, oldest first, valid or not. Empty if the folder does not exist."""
     if not folder.is_dir():

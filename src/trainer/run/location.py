@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precision.errors import UserError
-from trainer.checkpoint import checkpoint_step, list_checkpoints
+from trainer.checkpoint import as_given, checkpoint_step, list_checkpoints
 from trainer.files import refuse_link
 from trainer.run.names import CHECKPOINTS, CONFIG, LOGS
 
@@ -83,7 +83,7 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
         if state == "foreign" or (state == "run" and resume == "never"):
             raise exists_already(path, state)
         return path, None
-    target = Path(resume)
+    target = as_given(Path(resume))
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
     if not target.is_dir() or state_of(path) != "run":

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from precision.errors import UserError
-from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read_meta
+from trainer.checkpoint import DamagedCheckpoint, as_given, checkpoint_step, list_checkpoints, read_meta
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config.paths import NO_PATHS
 from trainer.config_diff import HIDDEN, read_yaml
@@ -60,7 +60,7 @@ def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, st
     the folder does."""
     resume = "auto" if restarted else run.get("resume")
     if isinstance(resume, str) and resume not in NO_PATHS:
-        path = Path(resume)
+        path = as_given(Path(resume))
         folder = _with_name(path.parent.parent if checkpoint_step(path) is not None else path)
     else:
         if resume not in (None, "auto") or run.get("name") is None:

@@ -41,6 +41,7 @@ from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
     Verify,
+    as_given,
     checkpoint_step,
     list_checkpoints,
     newest_checkpoint,
@@ -353,9 +354,9 @@ def find_checkpoint(path: Path, key: str, on_event: OnEvent, verify: Verify = ve
 
     Raises UserError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
     """
-    if checkpoint_step(path) is not None and path.is_dir():
-        _verify(path, f"{key}={path}", verify)
-        return path
+    if checkpoint_step(given := as_given(path)) is not None and given.is_dir():
+        _verify(given, f"{key}={path}", verify)
+        return given
     found = newest_checkpoint(path / CHECKPOINTS, on_event, check=verify)
     if found is None and list_checkpoints(path / CHECKPOINTS):
         raise UserError(f"{key}={path}: every checkpoint there is damaged; give another run")

@@ -23,7 +23,7 @@ from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.location import check_writable
+from trainer.run.location import check_writable, locate
 from trainer.run.names import CHECKPOINTS, EVENTS, METRICS
 from trainer.run.resume_source import check_origin, check_resumable, identity
 from trainer.run.run_folder import RunFolder, check_shared, find_checkpoint, saved_backends
@@ -382,6 +382,18 @@ def test_a_path_and_another_name_contradict(runs: Path, opened: Any) -> None:
     with pytest.raises(ValueError, match=r"run.name=b: .* or start a new run from its weights with run.init_from"):
         opened(runs, "b", str(path))
     assert not (runs / "b").exists()
+
+
+def test_a_checkpoint_may_be_given_from_inside_its_run_or_by_a_link(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    one = (path / CHECKPOINTS / "step_00000100").resolve()
+    (tmp_path / "link").symlink_to(one)
+    for folder, given in ((one.parent, one.name), (one, "."), (tmp_path, "link")):
+        monkeypatch.chdir(folder)
+        assert find_checkpoint(Path(given), "RUN", quiet) == one
+        assert locate(runs, None, given, "") == (path.resolve(), one)
 
 
 def test_find_checkpoint_takes_a_run_or_a_checkpoint(runs: Path) -> None:
