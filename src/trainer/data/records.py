@@ -272,7 +272,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group of a parquet file."""
+    """A row group of a parquet file, or its first `num_rows` rows."""
 
     path: Path
     label: str
@@ -287,17 +287,16 @@ class RowGroup:
         import pyarrow
         from pyarrow import parquet
 
-        row = self.begin
-        try:
-            with parquet.ParquetFile(self.path) as file:
+        row, end = self.begin, self.begin + self.num_rows
+        try:  # a group may be as large as its file: read it piece by piece
+            with parquet.ParquetFile(self.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
                 batches = file.iter_batches(1024, [self.index], [self.column], use_threads=False)
-                for batch in batches:
-                    values = as_bytes(batch.column(0))
+                while row < end and (batch := next(batches, None)) is not None:
+                    values = as_bytes(batch.column(0)[: end - row])
                     yield from Rows(values, self.label, row).pieces(fraction, log)
                     row += len(values)
         except (OSError, pyarrow.ArrowException):
-            lost = self.begin + self.num_rows - row
-            log.add(self.label, "the row group cannot be read", f"row {row}", lost)
+            log.add(self.label, "the row group cannot be read", f"row {row}", end - row)
 
 
 def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -> None:

@@ -213,6 +213,10 @@ class Files:
             for block in self._blocks(document, SkipLog(strict=False)):
                 if isinstance(block, TextFile) and block.held_out:
                     continue
+                room = max(int(until - taken), BLOCK_BYTES)
+                if isinstance(block, RowGroup) and block.num_bytes > room:
+                    rows = -(-block.num_rows * room // block.num_bytes)
+                    block = replace(block, num_rows=rows, num_bytes=room)
                 yield block
                 taken += block.num_bytes
                 if taken >= until:

@@ -16,9 +16,11 @@ import zstandard
 from pyarrow import parquet
 
 from precision.errors import UserError
-from trainer.config.data import MixEntry, Stop
+from trainer.config.data import MixEntry, Stop, source_configs
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data import records as documents_module
+from trainer.data.records import SkipLog
+from trainer.data.sources import open_source
 
 Prepare = Callable[..., Prepared]
 
@@ -118,6 +120,24 @@ def test_every_kind_of_source_gives_the_same_tokens(
     assert train == [text for text in TEXTS if text not in held_out]  # in their order
     assert result.validations == (("hf", result.validation),)
     assert result.documents == {"hf": (len(train), sum(len(text.encode()) for text in train))}
+
+
+def test_a_row_group_as_large_as_its_file_is_read_in_pieces_and_sampled_in_part(tmp_path: Path) -> None:
+    rng, size, rows = random.Random(0), 4 << 20, 12 * 1024
+    for name in ("a", "b"):  # of random letters, which compression leaves large
+        texts = [name + rng.randbytes(1024).hex() for _ in range(rows)]
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=len(texts))
+    (part,) = source_configs(DataConfig(Source.files, str(tmp_path), "*.parquet", exclude=[]))
+    files, log, before = open_source(part, 0.0), SkipLog(strict=True), pyarrow.total_allocated_bytes()
+    blocks = list(files.blocks(log))
+    assert len(blocks) == 2
+    pieces = blocks[0].pieces(0.0, log)
+    assert next(pieces).text[0] == "a"
+    assert pyarrow.total_allocated_bytes() - before < (tmp_path / "a.parquet").stat().st_size / 2
+    assert 1 + sum(1 for _ in pieces) == rows
+    sampled = [piece for block in files.sample(size) for piece in block.pieces(0.0, log)]
+    assert 0.9 * size < sum(piece.num_bytes for piece in sampled) < 1.1 * size
+    assert {piece.text[0] for piece in sampled} == {"a", "b"}
 
 
 def test_a_text_file_is_a_document_compressed_or_not(prepare_for: Prepare, tmp_path: Path) -> None:
