@@ -36,6 +36,8 @@ DIFFERENCES = 200
 """Limit of config keys in which several runs differ."""
 MESSAGE = 400
 """Characters of an event's message."""
+MTP = "loss/mtp"
+"""0 in a run without multi-token prediction: left out, since it would pull the axis of the losses down to 0."""
 ORDER_OF_DATA = ("trainer", "seed"), ("trainer", "global_batch_size"), ("trainer", "sequence_length"), ("data", "path")
 SCRIPTS = "plot.js", "line.js", "map.js", "tables.js", "page.js"
 
@@ -66,7 +68,11 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
         if cursor is not None and cursor.generation != run.generation:
             cursor = None
         since = (lambda key, at: 0) if cursor is None else (lambda key, at, of=cursor: getattr(of, at).get(key, 0))
-        arrays = {key: series.arrays(since(key, "series")) for key, series in run.series.items() if key != "tokens"}
+        arrays = {
+            key: series.arrays(since(key, "series"))
+            for key, series in run.series.items()
+            if key != "tokens" and (key != MTP or any(series.values))
+        }
         grids = {
             key: grid(key, source, len(run.rows[key.partition("/")[0]]), columns, since(key, "grids"))
             for key, source in run.grids.items()

@@ -373,11 +373,14 @@ def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callabl
     runs = [Run(made(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
     for run in runs:
         run.poll()
-    (tmp_path / "page.html").write_text(page(payload(runs)))
+    (tmp_path / "page.html").write_text(page(payload(runs, "(recovery.max_consecutive_skips=3): " + 40 * "long")))
     for width in (360, 1280):
         browser.show(width, 740)
         browser.open((tmp_path / "page.html").as_uri())
         assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.run(
+            "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('.runs'))"
+        )
         outside = "one.getBoundingClientRect().right > one.closest('.card').getBoundingClientRect().right"
         assert not browser.run(f"[...document.querySelectorAll('.card select')].some((one) => {outside})")
 

@@ -102,6 +102,14 @@ def test_many_events(tmp_path: Path) -> None:
     assert any(event["kind"] == "spike" for event in events)
 
 
+def test_a_run_without_multi_token_prediction_has_no_curve_of_its_loss(tmp_path: Path) -> None:
+    run = opened(small(tmp_path))
+    for step, value in ((9, 0.0), (10, 0.0), (11, 0.5)):
+        run.series.setdefault("loss/mtp", Series()).add(step, value)
+        keys = {key for group in payload([run])["runs"][0]["curves"] for key in group["k"]}
+        assert ("loss/mtp" in keys) == (value > 0)
+
+
 def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [opened(small(tmp_path / folder, "mine")) for folder in ("a", "b")]
     data = payload(runs)
