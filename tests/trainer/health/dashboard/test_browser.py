@@ -381,6 +381,8 @@ def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callabl
         assert browser.run(
             "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('.runs'))"
         )
+        fits = "(({ scrollHeight, clientHeight }) => scrollHeight <= clientHeight)(document.querySelector('.why'))"
+        assert width > 1000 or browser.run(fits)
         outside = "one.getBoundingClientRect().right > one.closest('.card').getBoundingClientRect().right"
         assert not browser.run(f"[...document.querySelectorAll('.card select')].some((one) => {outside})")
 
