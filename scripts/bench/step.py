@@ -5,6 +5,7 @@
     python scripts/bench/step.py fp8_delayed fp8_jit fp8_block model=moonlight_16b model.num_layers=5 \
         model.vocab_size=32768 trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
     python scripts/bench/step.py fp8_delayed --against fp8_delayed --accumulation fp32 fast    both sums of FP8 products
+    python scripts/bench/step.py fp8_delayed fp8_delayed+precision.table.swiglu=fp8     a recipe with own overrides
 
 Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quantisation of the weights, everything
 `train_step` does, on the same random tokens. In the table:
@@ -53,7 +54,12 @@ GOAL = 50_000  # tokens a second and GPU
 def run() -> None:
     """Read the command line, measure, print."""
     parser = Parser(__doc__)
-    parser.add_argument("words", nargs="+", metavar="RECIPE | KEY=VALUE", help="recipes, and overrides as for train.py")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="RECIPE | KEY=VALUE",
+        help="recipes (RECIPE+KEY=VALUE: with overrides of their own), and overrides as for train.py",
+    )
     parser.add_argument("--against", default="bf16", help="recipe to compare with (default: bf16)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each (default: 20)")
     parser.add_argument("--hold", type=float, help="sustained: seconds; 0: leave it out (default: 3, on a CPU 0)")
@@ -65,8 +71,8 @@ def run() -> None:
     options = parser.parse_intermixed_args()
     if (wrong := packed.problem(options)) is not None:
         raise UserError(wrong)
-    recipes = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+    recipes = [word for word in options.words if "=" not in word.partition("+")[0]]
+    overrides = [word for word in options.words if word not in recipes]
     if not recipes:
         raise UserError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
     if options.steps < 2:
@@ -94,6 +100,8 @@ def run() -> None:
                 raise
             names = ", ".join(contestant.recipe for contestant in together)
             raise RunError(f"out of GPU memory with {names} in it; add --apart: one at a time") from None
+        if options.apart:
+            measure.say(measure.table([contestant.row() for contestant in together]))
     base = contestants[-1]
     measure.say(measure.table([contestant.row() for contestant in contestants]))
     for contestant in contestants[:-1]:
@@ -135,7 +143,8 @@ class Contestant:
 
         fast = ["precision.accumulation=fast"] if accumulation == "fast" and "fp8" in recipe else []
         self.recipe = recipe + layers.FAST if fast else recipe
-        sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *fast, *overrides]
+        name, *own = recipe.split("+")
+        sys.argv[1:] = [f"+recipe={name}", "cuda_graph=false", *fast, *overrides, *own]
         (job,) = compose(CONFIGS)
         self.config = load(job.tree)
         self.plan = check(self.config)
