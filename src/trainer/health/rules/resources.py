@@ -142,11 +142,13 @@ class MemoryGrowth(Rule):
 
     def _alert(self, step: int, held: float, before: float, grew: float, since: int) -> Alert:
         per_step = grew / max(step - since, 1) * 4 / 3  # between the middles of the outer quarters
-        left = f", full in about {(self._card - held) / per_step:,.0f} steps" if self._card is not None else ""
+        left = look = ""
+        if self._card is not None:
+            left = f", full in about {(self._card - held) / per_step:,.0f} steps"
+            look = ", and look at a memory snapshot (profile.steps)"  # of a GPU's memory
         message = (
             f"memory held between steps grew from {before:.2f} to {held:.2f} GiB in {step - since} steps"
-            f"{left}: tensors are not freed; save and continue in a new process (run.resume=auto), "
-            "and look at a memory snapshot (profile.steps)"
+            f"{left}: tensors are not freed; save and continue in a new process (run.resume=auto){look}"
         )
         return Alert(self.name, step, message, held, before * (1 + self._share))
 

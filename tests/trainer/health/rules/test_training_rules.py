@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.health.alerts import Alert
+from trainer.health.rules.resources import MemoryGrowth
 
 Metrics = dict[str, Any]
 FROM = 4000
@@ -157,6 +158,15 @@ def test_a_run_without_fp8_is_not_sent_to_bf16(a_run: Callable, raised: Callable
         return raised((metrics | fp8, inside) for metrics, inside in a_run(FROM + within + 100, fault))[0].message
 
     assert "BF16" not in said() and "BF16" in said(**{"fp8/amax_max": 1.0})
+
+
+@pytest.mark.parametrize("card_gib", [80.0, None])
+def test_a_memory_snapshot_is_advised_where_there_is_one(a_run: Callable, card_gib: float | None) -> None:
+    rule = MemoryGrowth(0.1, card_gib)
+    said = [
+        alert for metrics, _ in a_run(FROM + 2800, leak) for alert in rule.check(metrics["step"], metrics, None) or []
+    ]
+    assert said and ("snapshot" in said[0].message) == (card_gib is not None)
 
 
 @pytest.mark.parametrize(("rule", "fault", "within"), [case[:3] for case in CASES], ids=[case[0] for case in CASES])
