@@ -30,9 +30,9 @@ def weights(engine: Engine) -> list[Tensor]:
     return [engine.arena.amax.clone(), *(t.detach().float().clone() for t in operands)]
 
 
-def train(precision: str, batch: int) -> tuple[list[Tensor], list[int]]:
+def train(precision: str, batch: int, *keys: str) -> tuple[list[Tensor], list[int]]:
     """Verdicts, losses and weights of four steps, with a rewind before the last; how many weights were made ahead."""
-    config = config_of([*RUN, f"precision={precision}", f"trainer.global_batch_size={batch}"])
+    config = config_of([*RUN, f"precision={precision}", f"trainer.global_batch_size={batch}", *keys])
     engine = build_engine(config, torch.device("cpu"))
     seen, ahead = [], []
     saved: dict[str, Any] = {}
@@ -65,3 +65,13 @@ def test_weights_made_ahead_are_those_made_at_the_start(
     assert len(ours) == len(theirs)
     assert all(torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0)) for a, b in zip(ours, theirs, strict=True))
     assert (ahead, never) == ([0, 16, 16, 0], [0] * 4)
+
+
+def test_a_weight_that_qk_clip_changes_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.step.engine, "detect", lambda device: Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(trainer.optim.adamw, "_has_kernel", lambda device: True)
+    clipped, ahead = train("fp8_delayed", 1, "optim.qk_clip=1e-3")
+    monkeypatch.setattr("precision.linear._GemmLayer.made_ahead", lambda self: None)
+    theirs, _ = train("fp8_delayed", 1, "optim.qk_clip=1e-3")
+    assert all(torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0)) for a, b in zip(clipped, theirs, strict=True))
+    assert ahead == [0, 12, 12, 0], "all but queries and keys of two blocks"
