@@ -36,12 +36,12 @@ def begin_step(model: nn.Module, arena: ScalingArena) -> None:
     """Start a training step: reset the previous step's amaxes and quantise every weight once, unless the optimizer has
     made it."""
     arena.begin_step()
-    made = [layer for layer in gemm_layers(model) if layer.is_made_ahead()]
-    slots = [layer.weight_slot for layer in made if layer.weight_slot is not None]
-    if slots:
-        torch._foreach_copy_([slot.amax for slot in slots], [slot.next_amax for slot in slots])  # pyright: ignore
+    slots = []
     for layer in gemm_layers(model):
-        if layer in made:
+        if layer.is_made_ahead():
             layer.take_ahead()
+            slots += [] if layer.weight_slot is None else [layer.weight_slot]
         elif not layer.is_sharded:
             layer.refresh_weight()
+    if slots:
+        torch._foreach_copy_([slot.amax for slot in slots], [slot.next_amax for slot in slots])  # pyright: ignore
