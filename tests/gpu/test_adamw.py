@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from precision.config import Granularity
+from precision.formats import E4M3
 from trainer.config import Moments, OptimConfig, Schedule
 from trainer.optim.adamw import LearningRate, Optimizer
 
@@ -64,6 +66,27 @@ def torchs(parameters: list[Tensor], betas: tuple[float, float], dtype: torch.dt
     copies = [p.detach().to(dtype, copy=True) for p in parameters]
     fused = dtype == torch.float32
     return torch.optim.AdamW(copies, lr=LR, betas=betas, eps=EPS, weight_decay=DECAY, fused=fused)
+
+
+def test_copies_are_casts_of_the_new_masters() -> None:
+    from precision.kernels.common import MODES, Cast
+    from precision.kernels.weights import cast_weight
+
+    run = Run([(3, 1024, 1408), (1024, 2048), (1000003,)])
+    scale = torch.tensor([50.0, 300.0, 4e3], device="cuda")
+    data = torch.empty(3, 1024, 1408, device="cuda", dtype=E4M3.dtype)
+    made, plain = (
+        (data, scale, scale.clone(), torch.zeros_like(scale)),
+        torch.empty(1024, 2048, device="cuda").bfloat16(),
+    )
+    for seed, ok in enumerate((run.good, run.bad)):
+        set_gradients(run.parameters, seed)
+        made[3].zero_()
+        assert run.kernel.step(ok, run.lr, None, [made, (plain,), None]) == [True, True, False]
+        how, amax = Cast(E4M3, MODES[Granularity.tensor], True, 0, False), torch.zeros_like(scale)
+        data, inv, _, _ = cast_weight(run.parameters[0], scale, amax, how, None, transposed=False)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(made, (data, scale, inv, amax), strict=True))
+        assert torch.equal(plain, run.parameters[1].bfloat16())
 
 
 @pytest.mark.parametrize("divisor", [None, 7.3])

@@ -7,7 +7,7 @@ import torch
 
 from precision.attention import attention_core, document_mask, visible
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
-from precision.formats import E4M3
+from precision.formats import E4M3, saturating_cast
 from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
 from precision.kernels.adamw import FusedAdamW
 from precision.kernels.gradient_norms import GradientNorms
@@ -121,7 +121,8 @@ def heads(device: torch.device) -> None:
 
 
 def optimizer(device: torch.device) -> None:
-    """Check norms of gradients; AdamW and the norms of its updates, in three steps of which the second is skipped."""
+    """Check norms of gradients; AdamW, the norms of its updates and its copies, in three steps of which the second is
+    skipped."""
     gradients = [plain(device, n, dtype=torch.float32) for n in (1, 5000, 37)]
     norms = GradientNorms([1, 5000, 37, 3], device)([*gradients, None])
     near(norms, torch.stack([*(g.double().norm() for g in gradients), norms.new_zeros(())]), FP32_SUM, "gradient norms")
@@ -130,7 +131,7 @@ def optimizer(device: torch.device) -> None:
 
 
 def _optimizer(device: torch.device, moments: torch.dtype) -> None:
-    sizes = (1, 37, 5000)
+    sizes = (1, 37, 5120)
     ours = [plain(device, n, dtype=torch.float32) for n in sizes]
     first, second = ([torch.zeros_like(p, dtype=moments) for p in ours] for _ in range(2))
     steps = [torch.zeros((), device=device) for _ in ours]
@@ -139,12 +140,21 @@ def _optimizer(device: torch.device, moments: torch.dtype) -> None:
     twin = torch.optim.AdamW(groups, LR, BETAS, EPS)
     kernel = FusedAdamW(ours, first, second, steps, DECAYS, BETAS, EPS)
     lr, divisor = torch.tensor(LR, device=device), torch.tensor(2.0, device=device)
+    narrow, wide = (torch.zeros_like(p, dtype=d) for p, d in ((ours[2], E4M3.dtype), (ours[1], torch.bfloat16)))
+    scale = torch.tensor([30.0, 700.0], device=device)
+    scale_inv, amax = torch.zeros_like(scale), torch.zeros_like(scale)
     for step, ok in enumerate((True, False, True)):
         before = [p.double() for p in ours]
         for p, q in zip(ours, theirs, strict=True):
             p.grad = plain(device, len(p) + step, dtype=torch.float32)[: len(p)]
             q.grad = p.grad.double() / 2
-        kernel.step(torch.tensor(ok, device=device), lr, divisor)
+        kernel.step(
+            torch.tensor(ok, device=device), lr, divisor, [None, (wide,), (narrow, scale, scale_inv, amax.zero_())]
+        )
+        halves = ours[2].bfloat16().view(2, -1)
+        same(wide, ours[1].bfloat16(), f"copy in BF16, step {step}")
+        same(narrow.view(2, -1), saturating_cast(halves, scale[:, None], E4M3), f"copy in FP8, step {step}")
+        same(torch.stack([scale_inv, amax]), torch.stack([1 / scale, halves.abs().amax(1).float()]), "its scales")
         if ok:
             twin.step()
             moved = torch.stack([(p.double() - b).norm() for p, b in zip(ours, before, strict=True)])
