@@ -30,7 +30,8 @@ The path of one FP8 linear, forward (left) and backward (right):
 
 The parameter is the FP32 master weight. The compute weight is BF16(master), or FP8 quantised from that BF16. Quantising
 from FP32 would change 1.7 % of E4M3 values, and layouts that gather BF16 would compute other numbers. The compute
-weight (`operand`) is made once after each change of the masters, not in each microbatch: `refresh_weights` does it.
+weight (`operand`) is made once after each change of the masters, not in each microbatch: `refresh_weights` does it, or
+the optimizer's kernel together with the master (`made_ahead`), which saves reading the master again.
 
 Where ranks share a weight, each holds a shard of the master, and FSDP gathers the whole compute weight while it is in
 use. It gathers either `gather_dtype`, from which `receive` makes the operand, or FP8 that each rank made from its part
