@@ -59,7 +59,7 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, row_weight: Tensor | None, narrow: bool) -> Tensor:
-        ctx.save_for_backward(*(_in_blocks(gate_up) if narrow else (gate_up, None)), row_weight)
+        ctx.save_for_backward(*(swiglu_to_fp8(gate_up) if narrow else (gate_up, None)), row_weight)
         ctx.dtype = gate_up.dtype
         gate, up = gate_up.chunk(2, -1)
         silu = F.silu(gate.float())
@@ -70,7 +70,7 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         gate_up, scale_inv, row_weight = ctx.saved_tensors
         if scale_inv is not None:
-            gate_up = _of_blocks(gate_up, scale_inv, ctx.dtype)
+            gate_up = swiglu_from_fp8(gate_up, scale_inv, ctx.dtype)
         gate, up = (half.float() for half in gate_up.chunk(2, -1))
         silu = F.silu(gate)
         dh = grads[0].float()
@@ -85,7 +85,7 @@ class _SwiGlu(torch.autograd.Function):
         return out, dweight, None
 
 
-def _in_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up [..., 2F] in E4M3 with scales, powers of two, of 1 x 128: data [..., 2, F] and inverse scales
     [..., 2, ceil(F / 128)]."""
     halves = x.unflatten(-1, (2, -1)).float()
@@ -94,8 +94,8 @@ def _in_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     return saturating_cast(blocks, scale[..., None], E4M3).flatten(-2)[..., : halves.shape[-1]].contiguous(), 1 / scale
 
 
-def _of_blocks(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of `_in_blocks`, [..., 2F]; exact in BF16."""
+def swiglu_from_fp8(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of `swiglu_to_fp8`, [..., 2F]; exact in BF16."""
     wide = scale_inv.repeat_interleave(128, -1)[..., : data.shape[-1]]
     return (fp8_values(data).float() * wide).flatten(-2).to(dtype)
 

@@ -43,6 +43,7 @@ CHECKS = (  # the longest to compile first: see `share_of`; each check compiles 
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(CASTS, operands.activations_in_blocks, _BLOCKS),
+    Check(CASTS, operands.saved_activations, (*_of("swiglu", "forward", "backward"), _BLOCKS[0])),
     Check(EXPERTS, products.experts_activations_in_blocks, _BLOCKS),
     Check(CASTS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
     Check(EXPERTS, products.experts_casts, (*_of("cast", "blocks", "transpose"), *_of("route", "gather"))),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precision.formats import E4M3, E5M2, saturating_cast
+from precision.fused import swiglu_from_fp8, swiglu_to_fp8
 from precision.kernels import cast, const, norm, swiglu
 from precision.kernels.common import Cast
 from precision.kernels.route import Route, gather
@@ -203,6 +204,32 @@ def activations_in_blocks(device: torch.device, to: Route | None = None) -> None
     ):
         same(one, other, f"{what} of SwiGLU in blocks, {where}")
     near(ours[6].sum(0)[live], dw.sum(0)[live], FP32_SUM, f"gradient of the router's weights, {where}")
+
+
+def saved_activations(device: torch.device) -> None:
+    """Check what SwiGLU saves in FP8, and its backward pass from that."""
+    R, width = 37, 128
+    y, dh = plain(device, R, 2 * width), plain(device, R, width)
+    data, inv = swiglu_to_fp8(y)
+    wide = swiglu_from_fp8(data, inv, torch.float64).requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    (F.silu(gate) * up).backward(dh.double())
+    assert wide.grad is not None
+    for mode in MODES:
+        how, back, where = FORWARD[mode], GRAD[mode], f"SwiGLU saved in FP8, mode {mode}"
+        _, h_inv, y8, y_inv = swiglu.swiglu(y, None, None, zeros(device), zeros(device), how, narrow=True)
+        same(y8, data.flatten(-2), where)
+        same(y_inv.view(2, -1, R), inv.permute(1, 2, 0), f"scales of {where}")
+        given = dh, y8, None, None
+        if mode == TENSOR:
+            d, _, _, d_inv, _ = swiglu.swiglu_backward_tensor(
+                *given, h_inv, zeros(device), zeros(device), back, how, y_inv
+            )
+        elif mode == ROW:
+            d, _, d_inv, _ = swiglu.swiglu_backward_rows(*given, h_inv, zeros(device), back, how, y_inv)
+        else:
+            d, d_inv, *_ = swiglu_backward_blocks(*given, zeros(device), back, how, y_inv)
+        near(numbers_of(d, d_inv, mode), wide.grad, FP8_ROUNDING[back.fmt.name], f"gradient of {where}")
 
 
 def experts_casts(device: torch.device, to: Route) -> None:

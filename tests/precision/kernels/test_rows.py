@@ -8,7 +8,7 @@ from torch import Tensor
 from precision.formats import E4M3, E5M2
 
 route_kernels = pytest.importorskip("precision.kernels.route", reason="Triton is missing")
-from precision.fused import _in_blocks, _of_blocks  # noqa: E402
+from precision.fused import swiglu_from_fp8, swiglu_to_fp8  # noqa: E402
 from precision.kernels import cast, grouped_gemm, norm, swiglu  # noqa: E402
 from precision.kernels.common import Cast  # noqa: E402
 from precision.kernels.route import Route  # noqa: E402
@@ -203,10 +203,10 @@ def test_swiglu_saved_in_fp8_goes_back_as_the_numbers_that_were_saved(mode: int,
     same_h, same_inv, _, _ = swiglu.swiglu(y, weight, ends, zeros(), zeros(), how)
     assert torch.equal(h[live].float(), same_h[live].float())
     assert torch.equal(h_inv, same_inv)
-    data, inv = _in_blocks(y)
+    data, inv = swiglu_to_fp8(y)
     assert torch.equal(y8[live].float(), data.flatten(-2)[live].float())
     assert torch.equal(y_inv.view(2, -1, R)[..., live], inv.permute(1, 2, 0)[..., live])
-    saved = _of_blocks(data, inv, torch.bfloat16)
+    saved = swiglu_from_fp8(data, inv, torch.bfloat16)
     near(saved[live], y[live], 0.04, "[g, u]")
     results = []
     for given, scales in ((y8, y_inv), (saved, None)):

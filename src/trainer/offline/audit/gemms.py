@@ -110,7 +110,7 @@ def recorded(recorder: GemmRecorder, backends: list[str]) -> Iterator[None]:
         for name in backends:
             stack.enter_context(replaced(name, _recording(get_backend(name), recorder)))
         stack.enter_context(_intercept(head, "_add_wgrad", _after_head(recorder)))
-        stack.enter_context(_intercept(fused, "_in_blocks", lambda result, x: recorder.saved_by_swiglu(result[0])))
+        stack.enter_context(_intercept(fused, "swiglu_to_fp8", lambda result, x: recorder.saved_by_swiglu(result[0])))
         if CUDA in backends:
             from precision.kernels import ffn_ops
 
