@@ -161,7 +161,7 @@ class LinePanel extends Panel {
       const room = (high - low || Math.abs(high) * 0.1 || 1) * 0.05;
       this.y = [low === this.spec.low ? low : low - room, high + room];
     }
-    if (this.spec.zero) this.y = [Math.min(this.y[0], 0), Math.max(this.y[1], 0)];
+    if (this.spec.zero && !this.isLog) this.y = [Math.min(this.y[0], 0), Math.max(this.y[1], 0)];
   }
 
   yOf(value) {

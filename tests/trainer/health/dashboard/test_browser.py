@@ -359,6 +359,15 @@ def test_a_printed_page_has_the_charts_that_are_off_the_screen(browser: Browser,
     assert set(overlays) == {"none"}  # a cleared canvas prints as white paper over the chart
 
 
+def test_a_chart_with_a_line_at_zero_has_a_logarithmic_axis_without_it(browser: Browser, pages: Path) -> None:
+    browser.show(1400, 900)
+    browser.open((pages / "one.html").as_uri())
+    panel = PANEL.format("Loss gap to BF16")
+    ready = "const lines = one.lines(); for (const { curve } of lines) curve.low.fill(1e-3)"
+    axis = "one.log = true; one.prepare(lines); one.range(lines); return one.isLog && one.y[0] > 0"
+    assert browser.run(f"((one) => {{ {ready}; {axis}; }})({panel})")
+
+
 def test_blocks_of_experts_keep_their_names_where_there_are_many(browser: Browser, pages: Path) -> None:
     browser.show(360, 740)
     browser.open((pages / "one.html").as_uri())
