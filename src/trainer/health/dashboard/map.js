@@ -84,7 +84,11 @@ class MapPanel extends Panel {
 
   render() {
     this.stale = false;
-    if (!this.choose()) return;
+    if (!this.choose()) { // all runs are hidden
+      this.rows = [];
+      this.fit(20);
+      return;
+    }
     const names = this.run.rows[this.spec.group], grid = this.run.grids.get(this.quantity.key);
     const words = this.filter.split(/\s+/).filter(Boolean);
     const rows = names.map((name, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));

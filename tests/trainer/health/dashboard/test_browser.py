@@ -329,6 +329,10 @@ def test_a_phone_in_the_dark_with_two_runs(browser: Browser, pages: Path, tmp_pa
     browser.run("[...document.querySelectorAll('#bar .chip')][0].click()")  # without the first run
     assert browser.run("visibleRuns().length") == 1
     browser.picture(tmp_path / "phone.png")
+    middle(browser, "Scales and casts")
+    browser.run("[...document.querySelectorAll('#bar .chip')][1].click()")  # and without the second
+    x, y = middle(browser, "Scales and casts")
+    browser.mouse("mouseMoved", x, y)
     assert browser.problems == []
 
 
