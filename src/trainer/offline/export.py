@@ -12,15 +12,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from precision import PrecisionConfig
 from precision.errors import UserError
-from trainer.checkpoint import checkpoint_name, checkpoint_step, read_meta
+from trainer.checkpoint import checkpoint_step, read_meta
 from trainer.config.data import TOKENIZER
 from trainer.files import check_new
 from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TokenizerSource
 from trainer.offline.row_reader import SavedTensors
-from trainer.offline.saved_model import check_tokenizer, config_at
-from trainer.run.names import CHECKPOINTS, CONFIG
+from trainer.offline.saved_model import check_tokenizer, config_at, given_folder
+from trainer.run.names import CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends
 
 
@@ -40,9 +40,7 @@ def export_run(
     the result and remarks, a line each. Raises UserError for errors that the user can correct.
     """
     check_new(out)
-    given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
-    if not given.is_dir():
-        raise UserError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
+    given = given_folder(run, step)
     remarks: list[str] = []
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder, meta = checkpoint.parent.parent, read_meta(checkpoint)

@@ -88,12 +88,7 @@ def open_run(
 
     Raises UserError, one line, for errors that the user can correct.
     """
-    given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
-    if not given.is_dir():
-        there = ", ".join(str(checkpoint_step(path)) for path in list_checkpoints(run / CHECKPOINTS))
-        if step is not None and there:
-            raise UserError(f"{given}: no such checkpoint; the run has those of steps {there}")
-        raise UserError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
+    given = given_folder(run, step)
     remarks: list[str] = []
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder = checkpoint.parent.parent
@@ -119,6 +114,17 @@ def open_run(
     refresh_weights(model, force=True)
     tune_host(device)
     return Saved(folder, checkpoint, config, device, plan, model.eval(), state.get("validation"), remarks)
+
+
+def given_folder(run: Path, step: int | None) -> Path:
+    """Return the run's folder, or its checkpoint of a step. Raises UserError if there is none."""
+    given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
+    if given.is_dir():
+        return given
+    there = ", ".join(str(checkpoint_step(path)) for path in list_checkpoints(run / CHECKPOINTS))
+    if step is not None and there:
+        raise UserError(f"{given}: no such checkpoint; the run has those of steps {there}")
+    raise UserError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
 
 
 def config_at(run: Path, step: int) -> dict[str, Any]:

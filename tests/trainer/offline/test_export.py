@@ -257,7 +257,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Pa
     for arguments, why in {
         (runs / "fp32", out, "--dtype", "fp8"): "trained as fp32: nothing ran in FP8; use --dtype bf16",
         (runs / "none", out): "no such folder",
-        (runs / "fp32", out, "--step", 7): "step_00000007: no such folder",
+        (runs / "fp32", out, "--step", 7): "step_00000007: no such checkpoint; the run has those of steps 8",
         (runs / "fp32", runs): f"{runs}: exists",
         (runs / "fp32", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
         (runs / "fp32", out, "--max-shard-size", 400 * "9"): f"--max-shard-size {400 * '9'}: not a size",
