@@ -63,10 +63,10 @@ class Rewind:
 
 
 class Ladder:
-    """The reactions of a run. folder: of the run; batch: windows in a batch."""
+    """The reactions of a run. folder: of the run; batch: windows in a batch; in_fp8: whether it has FP8."""
 
-    def __init__(self, config: RecoveryConfig, folder: Path, batch: int):
-        self._config, self._folder, self._batch = config, folder, batch
+    def __init__(self, config: RecoveryConfig, folder: Path, batch: int, in_fp8: bool = True):
+        self._config, self._folder, self._batch, self._in_fp8 = config, folder, batch, in_fp8
         self.streak: list[SkippedStep] = []
         self.rewinds: list[Rewind] = []
 
@@ -133,17 +133,16 @@ class Ladder:
 
     def _advice(self, why: str) -> str:
         spikes = any("(spike)" in step.place for step in self.streak)
-        hints = [
-            "a lower optim.lr",
-            "+recipe=bf16",
-            "a higher recovery.spikes.threshold" if spikes else "precision.rules for that module",
-        ]
+        hints = ["a lower optim.lr", *(["+recipe=bf16"] if self._in_fp8 else [])]
+        if spikes:
+            hints.append("a higher recovery.spikes.threshold")
+        elif self._in_fp8:
+            hints.append("precision.rules for that module")
         if "recurred" in why:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
-        return (
-            f"Look at {self._folder / 'events.jsonl'} for where each began; then resume with run.resume=auto and "
-            f"{', '.join(hints[:-1])} or {hints[-1]}"
-        )
+        listed = f"{', '.join(hints[:-1])} or {hints[-1]}" if len(hints) > 1 else hints[0]
+        where = f"Look at {self._folder / 'events.jsonl'} for where each began"
+        return f"{where}; then resume with run.resume=auto and {listed}"
 
     @property
     def left_out(self) -> list[list[int]]:

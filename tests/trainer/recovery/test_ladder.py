@@ -1,5 +1,6 @@
 """The ladder's bookkeeping: what is left out, what survives in recovery.json, and what damage to it means."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
 from trainer.recovery.ladder import Ladder, Rewind, SkippedStep
+from trainer.step.guard import TrainingStopped
 
 
-def ladder(folder: Path, margin: int = 0) -> Ladder:
+def ladder(folder: Path, margin: int = 0, in_fp8: bool = True) -> Ladder:
     made = RecoveryConfig(2, SpikesConfig(False, 128, 64, 6.0), RewindConfig(2, margin, 0.5, 10))
-    return Ladder(made, folder, batch=4)
+    return Ladder(made, folder, batch=4, in_fp8=in_fp8)
 
 
 REWIND = Rewind(step=10, first=8, to=6, attempt=1, windows=[[28, 40]], lr_factor=0.5, lr_until=17)
@@ -53,6 +55,23 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"recovery\.json: .*; remove it; the data that was left out") as refusal:
         ladder(tmp_path).read()
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("in_fp8", "place", "advice"),
+    [
+        (True, "loss (forward)", "a lower optim.lr, +recipe=bf16 or precision.rules for that module"),
+        (False, "loss (forward)", "a lower optim.lr"),
+        (False, "gradient norm (spike)", "a lower optim.lr or a higher recovery.spikes.threshold"),
+    ],
+)
+def test_the_advice_at_the_end_is_one_that_the_run_can_follow(
+    tmp_path: Path, in_fp8: bool, place: str, advice: str
+) -> None:
+    ours = ladder(tmp_path, in_fp8=in_fp8)
+    ours.note(SkippedStep(3, 0, 4, place))
+    with pytest.raises(TrainingStopped, match=rf"run\.resume=auto and {re.escape(advice)}$"):
+        ours.take("no checkpoint", 3, lambda *event, **what: None)
 
 
 def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path: Path) -> None:
