@@ -58,8 +58,8 @@ class Slot:
     """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
 
     `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them; so are
-    `next_amax` and `next_scale`, for weights that the optimizer makes. `scales` [N]: the arena's scales of all tensors,
-    whose version tells when they change. In a stack
+    `next_amax` and `next_scale`, for weights that the optimizer makes. `scales` [N]: the arena's scales of all tensors;
+    their version counts changes. In a stack
     they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other process
     does, and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
     """

@@ -282,12 +282,12 @@ def test_a_signal_during_a_save_saves_the_next_step(config: Configs) -> None:
     trainer = Trainer(config("run.name=saves", "checkpoint.every=2"))
     save = trainer.run.save
 
-    def told(step: int) -> None:
+    def signalled(step: int) -> None:
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
         save(step)
 
-    trainer.run.save = told  # type: ignore[method-assign]
+    trainer.run.save = signalled  # type: ignore[method-assign]
     with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 3, saved") as end:
         trainer.train()
     assert end.value.exit_code == 143

@@ -114,12 +114,13 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
     shared, experts = parameters(plan, config=config.model)
     cut = cut_parameters(plan) + model.vocab_size * model.hidden_size if degrees.tensor > 1 else 0.0
     owned = (shared - cut + cut / degrees.tensor) / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
+    transposed = keeps_transposed(config, degrees)
     masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes
     memory = {
         "parameters": masters,
         "gradients": masters,
         "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
-        "compute weights": sum(_copies(plan, degrees, *(keeps_transposed(config, degrees),) * 2).values()),
+        "compute weights": sum(_copies(plan, degrees, transposed, transposed).values()),
         "activations": _in_flight(config, plan, degrees, microbatches) * tokens,
         "head": head_gradient_bytes(plan) / degrees.tensor,
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,15 @@ def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[La
         assert error(a, b) < 2e-2
 
 
+def through_experts(layers: Layers, x: Tensor, expert: Tensor, weight: Tensor, **more: Any) -> Tensor:
+    """The norm and the gated experts; more: arguments of `expert_ffn`."""
+    given: dict[str, Any] = {"rows_feed": None, "combine": torch.bfloat16, "accumulate": torch.float32, "add": None}
+    made = rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels)
+    return expert_ffn(
+        made, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed, **(given | more)
+    )  # fmt: skip
+
+
 def gradient(y: Tensor) -> Tensor:
     """The same random numbers in every recipe."""
     return (torch.randn(y.shape) * 1e-4).bfloat16().to(y.device, y.dtype)
@@ -199,11 +209,7 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
         expert = torch.stack([chosen, torch.full_like(chosen, experts - 1)], 1).to(DEVICE)
         weight = torch.rand(rows, 2).to(DEVICE).requires_grad_()
         add = torch.randn(rows, width).to(DEVICE, torch.bfloat16).requires_grad_()
-        made = rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels)
-        y = expert_ffn(
-            made, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed,
-            rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=add, keep_rows=keep,
-        )  # fmt: skip
+        y = through_experts(layers, x, expert, weight, add=add, keep_rows=keep)
         y.backward(gradient(y))
         assert x.grad is not None and weight.grad is not None and add.grad is not None
         return [y.detach(), x.grad, weight.grad, add.grad]
@@ -226,11 +232,7 @@ def test_experts_that_no_token_chose_have_gradients_of_zero(recipe: Recipe, name
     layers, arena = build(recipe(base, **overrides), "cuda", 144, 80, 2)
     begin_step(layers, arena)
     x, none = draw(0, 21, 144), torch.full((21, 2), 2, device=DEVICE)
-    y = expert_ffn(
-        rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), none, torch.ones(21, 2, device=DEVICE),
-        layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
-        accumulate=torch.float32, add=None, choices=42,
-    )  # fmt: skip
+    y = through_experts(layers, x, none, torch.ones(21, 2, device=DEVICE), choices=42)
     y.backward(gradient(y))
     for tensor in (y.detach(), x.grad, layers.ups.weight.grad, layers.downs.weight.grad):
         assert tensor is not None and not tensor.any()
@@ -247,11 +249,7 @@ def test_rows_beyond_the_last_experts_are_never_read(
     layers, arena = build(recipe(base, **overrides), "cuda", 144, inner, 3)
     begin_step(layers, arena)
     x, first = draw(0, 21, 144), torch.zeros(21, 1, dtype=torch.int64, device=DEVICE)
-    y = expert_ffn(
-        rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), first, torch.ones(21, 1, device=DEVICE),
-        layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
-        accumulate=torch.float32, add=None,
-    )  # fmt: skip
+    y = through_experts(layers, x, first, torch.ones(21, 1, device=DEVICE))
     y.backward(gradient(y))
     for tensor in (y.detach(), x.grad, layers.ups.weight.grad, layers.downs.weight.grad):
         assert tensor is not None and torch.isfinite(tensor).all()
@@ -323,10 +321,7 @@ def test_what_swiglu_saves_in_fp8_changes_gradients_by_its_rounding(recipe: Reci
         begin_step(layers, arena)
         x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
         weight = torch.ones(21, 2, device=DEVICE, requires_grad=True)
-        y = expert_ffn(
-            rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), expert, weight, layers.ups, layers.downs,
-            down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=None,
-        )  # fmt: skip
+        y = through_experts(layers, x, expert, weight)
         torch.manual_seed(4)
         y.backward(gradient(y))
         results.append((y.detach(), [x.grad, weight.grad, layers.ups.weight.grad, layers.downs.weight.grad]))
@@ -353,16 +348,12 @@ def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(re
                    for layer in linears)  # fmt: skip
         x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
         weight = torch.rand(21, 2, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-        y = expert_ffn(
-            rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), expert, weight, layers.ups, layers.downs,
-            down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=None,
-        )  # fmt: skip
+        y = through_experts(layers, x, expert, weight)
         torch.manual_seed(4)
         y.backward(gradient(y))
-        for other in (
-            layers.grouped(x, torch.tensor([9, 21], device=DEVICE).int()),
-            *map(layers.alone, linears[3:] and [x]),
-        ):
+        others = [layers.grouped(x, torch.tensor([9, 21], device=DEVICE).int())]
+        others += [layers.alone(x)] if layers.alone in linears else []
+        for other in others:
             other.backward(gradient(other))
         results.append([x.grad, *(layer.weight.grad for layer in linears)])
     for kept, made in zip(*results, strict=True):

@@ -1,5 +1,5 @@
 """Compute weights that the optimizer makes with the masters are those that a pass of its own makes at the next step's
-start: after good steps, after a skipped one whose fault spoilt a weight, and after a rewind."""
+start: after good steps, after a skipped one with a spoilt weight, and after a rewind."""
 
 from typing import Any
 
