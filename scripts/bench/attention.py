@@ -6,6 +6,7 @@
 A shape is B x H x S x d_qk x d_v: sequences, heads, positions, head size of queries and keys, of values.
 
     core         precision.attention_core, as the model calls it
+    fp8          precision.AttentionCore with delayed scales, casts included
     cudnn flash efficient math    PyTorch's kernels, each by name
     te te_fp8    te.DotProductAttention in BF16, and with FP8 attention (DelayedScaling) if it supports that
     documents documents_whole documents_mask documents_flex    within documents of --document tokens: see packed.py
@@ -32,8 +33,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena
 from precision.attention import attention_core
+from precision.config import Precision
 from precision.errors import RunError, UserError
+from precision.hardware import detect
 from trainer.launch.command_line import Parser, guarded
 
 KERNELS = {
@@ -42,7 +46,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-NAMES = ["core", *KERNELS, "te", "te_fp8", *packed.NAMES]
+NAMES = ["core", "fp8", *KERNELS, "te", "te_fp8", *packed.NAMES]
 LEFT_OUT = ("math", "documents_mask", "documents_flex")  # scores of math fill 4 GiB here
 BY_DEFAULT = [name for name in NAMES if name not in LEFT_OUT]
 SHAPES = [(4, 16, 4096, 192, 128), (4, 16, 4096, 128, 128)]
@@ -101,6 +105,9 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
     dy = heads(B, H, S, d_v, scale=1e-3)
     if name == "core":
         return _both_ways(name, lambda: attention_core(q, k, v, scale), inputs, dy)
+    if name == "fp8":
+        core_fp8 = _core_in_fp8(H, d_qk, d_v)
+        return _both_ways(name, lambda: core_fp8(q, k, v, scale), inputs, dy)
     if name in KERNELS:
         with _with_reasons():
             return _both_ways(name, lambda: _by_name(KERNELS[name], q, k, v, scale), inputs, dy)
@@ -116,6 +123,20 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
             return core(*by_position).view(B, S, H, d_v).transpose(1, 2)
 
     return _both_ways(name, forward, inputs, dy, graph=False)
+
+
+def _core_in_fp8(heads: int, d_qk: int, d_v: int) -> AttentionCore:
+    """Return a core with kernels and known scales."""
+    config = PrecisionConfig()
+    for op in ("accumulate", "reduce"):
+        setattr(config.table.grad, op, Precision.fp32)
+    config.table.optim.master = config.table.optim.moments = Precision.fp32
+    config.table.attn.core = Precision.fp8
+    plan = Plan(config, 1, detect("cuda"))
+    core = AttentionCore(plan.core("layers.0.attn.core", heads, d_qk, d_v, d_qk**0.5))
+    arena = ScalingArena(core.slots(), config.scaling, plan.delayed, "cuda")
+    arena.scale.fill_(32.0)
+    return core
 
 
 def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

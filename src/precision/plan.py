@@ -48,7 +48,6 @@ SWIGLU = "swiglu"  # its input as saved for backward: fp8, or as GEMMs return it
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
 FP8_OPS = {*GEMM_OPS, "moe.dispatch", "attn.core"} - {"moe.router"}
 RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # exceptions apply to these, and to a core in FP8; mtp.* excludes norms
-NO_KERNEL = "attn.core=fp8 has no GPU kernel yet: attention stays in BF16; precision.backend=reference emulates it"
 UNBOUNDED = (
     "attn.core=fp8 without model.qk_norm: nothing bounds queries and keys, and models like this diverge with attention "
     "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
@@ -158,9 +157,9 @@ class Plan:
             experts = self.gemms.get(f"{stem}.gate_up") or self.gemms.get(f"{stem}.up")
             if experts is not None and not experts.recipe.reads_fp8:  # the receiving end does not read FP8
                 precision, why = Precision.bf16, "follows moe.experts"
-        if op == "attn.core" and precision is Precision.fp8 and self.kernels != REFERENCE:
-            precision, why = Precision.bf16, "no FP8 kernel"
-            self._note(NO_KERNEL)
+        return self._tensor(name, op, precision, why)
+
+    def _tensor(self, name: str, op: str, precision: Precision, why: str) -> Format:
         fp8 = BY_NAME[self.config.scaling.forward.value]
         fmt = fp8 if precision is Precision.fp8 else BY_NAME[precision.value]
         self._register(name)
@@ -172,10 +171,17 @@ class Plan:
     ) -> CoreRow:
         """Register an attention core and return its row. qk_bound: the bound of queries and keys, if they are
         normed."""
-        fmt = self.tensor(name, "attn.core")
+        precision, why = self._decide(name, "attn.core")
+        sums, backend = Accumulation.fp32, REFERENCE
+        if precision is Precision.fp8:
+            sums = self._accumulation(name, blocks=False)
+            core = Gemm(name, v_head_dim, qk_head_dim, 1, None, BF16, sums, is_core=True)
+            choice = self._resolver.choose_core(core)
+            precision, backend, why = choice.precision, choice.backend, choice.why or why
+        fmt = self._tensor(name, "attn.core", precision, why)
         scaling = replace(self.config.scaling, granularity=Granularity.tensor)
         grad = E5M2 if fmt.is_fp8 else fmt
-        recipe = GemmRecipe(fmt, grad, fmt, BF16 if fmt.is_fp8 else fmt, scaling, REFERENCE)
+        recipe = GemmRecipe(fmt, grad, fmt, BF16 if fmt.is_fp8 else fmt, scaling, backend, sums)
         static = static_scale(qk_bound, fmt.max) if qk_bound is not None and fmt.is_fp8 else None
         if fmt.is_fp8 and qk_bound is None:
             self._note(UNBOUNDED)
@@ -317,8 +323,9 @@ class Plan:
             return precision, text
         return table, "table"
 
-    def _accumulation(self, name: str) -> Accumulation:
-        """Return how the products of an FP8 GEMM are summed."""
+    def _accumulation(self, name: str, blocks: bool = True) -> Accumulation:
+        """Return how the products of an FP8 GEMM are summed. blocks: whether it has scales of blocks, if the recipe
+        has."""
         decided: dict[Accumulation, str] = {}
         for rule in self._rules:
             if rule.accumulation is not None and rule.pattern.fullmatch(name):
@@ -328,7 +335,7 @@ class Plan:
             what = " and ".join(f"{text} ({accumulation.value})" for accumulation, text in decided.items())
             raise UserError(f"precision.rules: the accumulation of {name} is decided twice, by {what}; keep one")
         accumulation = next(iter(decided), self.config.accumulation)
-        if accumulation is Accumulation.fast and self.config.scaling.granularity is Granularity.block:
+        if accumulation is Accumulation.fast and blocks and self.config.scaling.granularity is Granularity.block:
             if BLOCKS_PROMOTE not in self.notes:
                 self.notes.append(BLOCKS_PROMOTE)
             return Accumulation.fp32

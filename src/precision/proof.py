@@ -33,7 +33,7 @@ from precision.hardware import Gpu
 
 CASTS, GEMMS, EXPERTS, ATTENTION = "casts", "linears", "experts", "attention within documents"
 LOSS, OPTIMIZER, ROUTER, STATISTICS = "cross entropy", "AdamW", "choice of experts", "statistics"
-MUON, PEERS, ROTARY = "Muon", "tokens over shared memory", "rotary embedding"
+MUON, PEERS, ROTARY, FP8_ATTENTION = "Muon", "tokens over shared memory", "rotary embedding", "attention in FP8"
 PACKAGE = Path(__file__).parent
 PROCESSES = 16  # compile at once
 PATIENCE = 300.0  # seconds for all of them; minutes pass only where something hangs

@@ -33,13 +33,13 @@ def plan_text(
     others = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in tensors.values())
     lines += ["", *_columns([("tensor", "op", "format", "decided by"), *others])]
     products = _merge(
-        (name, (*product, row.recipe.backend, row.decided_by))
+        (name, (*product, row.recipe.accumulation.value, row.recipe.backend, row.decided_by))
         for name, row in cores.items()
         if row.recipe.is_fp8
         for product in row.products
     )
     if products:
-        heads = ("attention", "product", "left, scale", "right, scale", "pass", "backend", "decided by")
+        heads = ("attention", "product", "left, scale", "right, scale", "pass", "sums", "backend", "decided by")
         lines += ["", *_columns([heads, *products])]
     return "\n".join(lines) + "\n"
 

@@ -24,18 +24,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_products
+from precision.backends.availability import (
+    HOPPER,
+    cuda_problem,
+    te_problem,
+    te_scaling,
+    wrong_kernels,
+    wrong_products,
+)
 from precision.config import Accumulation, BackendChoice, Precision, PrecisionConfig
 from precision.errors import UserError
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
-from precision.proof import EXPERTS, GEMMS
+from precision.proof import EXPERTS, FP8_ATTENTION, GEMMS
 from precision.rates import Entry, RateTable, load_rates
 from precision.rows import CUDA, REFERENCE, TE
 
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
 GROUPED_MULTIPLE = 8  # BF16 numbers in 16 bytes
+WIDEST_HEAD = 256
 FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
 FAR_NOTE = "is judged by the measurement of a distant shape"
 
@@ -43,7 +51,8 @@ FAR_NOTE = "is judged by the measurement of a distant shape"
 @dataclass(frozen=True)
 class Gemm:
     """The properties of a GEMM that its backend depends on. groups: 1 for a linear. rows None: the tokens of a call are
-    not known. accumulation: of its products, if it runs in FP8."""
+    not known. accumulation: of its products, if it runs in FP8. is_core: an attention core, whose features
+    are the head sizes of values and of queries."""
 
     name: str
     out_features: int
@@ -52,6 +61,12 @@ class Gemm:
     rows: int | None
     output: Format
     accumulation: Accumulation = Accumulation.fp32
+    is_core: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its kind in the rate table."""
+        return "core" if self.is_core else "grouped" if self.groups > 1 else "linear"
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,26 @@ class Resolver:
         self._rows[gemm.name] = choice, gemm.accumulation
         return choice
 
+    def choose_core(self, core: Gemm) -> Choice:
+        """Return precision and backend of an attention core that the table puts in FP8. Without kernels on a Hopper GPU
+        it stays in BF16; elsewhere reference emulates it."""
+        problem = wrong_kernels(FP8_ATTENTION)
+        if max(core.in_features, core.out_features) > WIDEST_HEAD:
+            problem = f"its kernels support heads up to {WIDEST_HEAD} wide"
+        if self.kernels == REFERENCE:
+            choice = Choice(Precision.fp8, REFERENCE)
+        elif problem is not None:
+            choice = Choice(Precision.bf16, REFERENCE, "no FP8 kernel")
+            note = f"attn.core stays in BF16: {problem}; precision.backend=reference emulates it in FP8"
+            if note not in self.notes:
+                self.notes.append(note)
+        elif self._config.never_slower:
+            choice = self._again(core) or self._fp8(core)
+        else:
+            choice = Choice(Precision.fp8, CUDA)
+        self._rows[core.name] = choice, core.accumulation
+        return choice
+
     @property
     def kernels(self) -> str:
         """Backend of ops that are not GEMMs: cuda where it serves GEMMs by default, else reference."""
@@ -197,7 +232,7 @@ class Resolver:
         candidates = [name for name in self._candidates if self._served(name, gemm) == name]
         if self._candidates and not candidates:  # no candidate is correct here
             return Choice(Precision.fp8, REFERENCE)
-        kind = "grouped" if gemm.groups > 1 else "linear"
+        kind = gemm.kind
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
         entry = self._rates.nearest(kind, self._scaling, gemm.accumulation.value, shape, gemm.rows, candidates)
         if entry is None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, document_mask
+from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, document_mask, proof, resolve
 from precision import fp8_attention as module
 from precision.attention import visible
 from precision.config import BackendChoice, Precision
 from precision.formats import E4M3, E5M2, static_scale
 from precision.fp8_attention import _backward
 from precision.hardware import Gpu
+from precision.rates import Entry, RateTable
 
 Recipe = Callable[..., PrecisionConfig]
 D, V = 48, 32
@@ -187,15 +188,33 @@ def test_a_graph_holds_both_passes(recipe: Recipe) -> None:
     assert _backward is torch.ops.octet.fp8_attention_backward.default
 
 
+HOPPER = Gpu("NVIDIA H200", (9, 0))
+
+
 @pytest.mark.parametrize("backend", [BackendChoice.auto, BackendChoice.reference])
-def test_a_gpu_has_no_kernel_for_it_yet_and_the_plan_notes_it(backend: BackendChoice, recipe: Recipe) -> None:
+def test_a_hopper_gpu_has_kernels_for_it(backend: BackendChoice, recipe: Recipe) -> None:
     config = recipe("fp8_full")
     config.backend = backend
-    plan = Plan(config, 1, Gpu("NVIDIA H200", (9, 0)))
+    plan = Plan(config, 1, HOPPER)
     row = plan.core("layers.0.attn.core", 2, D, V, D**0.5)
-    emulated = backend is BackendChoice.reference
-    assert row.recipe.is_fp8 == emulated == ("static 64" in plan.to_text())
-    assert any("no GPU kernel" in note for note in plan.notes) != emulated
+    assert row.recipe.is_fp8 and "static 64" in plan.to_text()
+    assert row.recipe.backend == ("reference" if backend is BackendChoice.reference else "cuda")
+
+
+@pytest.mark.parametrize("why", ["wide", "wrong", "slower"])
+def test_a_core_without_a_good_kernel_stays_in_bf16(why: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe("fp8_full", never_slower=why == "slower")
+    if why == "wrong":
+        monkeypatch.setitem(proof.refused, proof.FP8_ATTENTION, "result of attention, error 1.0")
+    if why == "slower":
+        entry = Entry("core", "delayed/tensor", "fp32", (V, D, 1), 4096, {"bf16": 1.0, "cuda": 1.25})
+        monkeypatch.setattr(resolve, "load_rates", lambda gpu: RateTable([entry]))
+    plan = Plan(config, 1, HOPPER)
+    row = plan.core("layers.0.attn.core", 2, 320 if why == "wide" else D, V, D**0.5)
+    assert not row.recipe.is_fp8
+    assert row.decided_by == ("never_slower: 0.80x" if why == "slower" else "no FP8 kernel")
+    says = {"wide": "heads up to 256", "wrong": "are wrong here", "slower": ""}[why]
+    assert any(says in note for note in plan.notes) or why == "slower"
 
 
 def test_exceptions_take_a_core_in_fp8(recipe: Recipe) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precision.attention import by_position
 from precision.kernels import document_attention as _kernels
 
 
@@ -19,7 +20,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: f
 
 @document_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _kernels.by_position(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return by_position(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("octet::document_attention_backward", mutates_args=())
@@ -36,7 +37,7 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     D, V = q.shape[-1], v.shape[-1]
-    return _kernels.by_position(q, D), _kernels.by_position(q, D), _kernels.by_position(q, V)
+    return by_position(q, D), by_position(q, D), by_position(q, V)
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

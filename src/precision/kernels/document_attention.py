@@ -34,31 +34,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import cdiv, power_of_2
+from precision.attention import by_position
+from precision.kernels.attention_tiles import delta_kernel, head_widths, keys_of, load_rows, store_rows, strides
+from precision.kernels.common import cdiv
 
 _LOG2_E = 1.4426950408889634
 LARGEST = 256  # head size
 SHARED_MEMORY = 200 * 1024  # largest shared memory of a block of threads, in bytes
-
-
-@triton.jit
-def _rows(base, row, stride, S, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Load rows `row` of a matrix [S, WIDTH], columns from FIRST on; zeros outside."""
-    column = FIRST + tl.arange(0, COUNT)
-    inside = (row < S)[:, None]
-    if FIRST + COUNT > WIDTH:
-        inside = inside & (column < WIDTH)[None, :]
-    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _put(base, row, stride, S, x, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Store x [rows, COUNT] there."""
-    column = FIRST + tl.arange(0, COUNT)
-    inside = (row < S)[:, None]
-    if FIRST + COUNT > WIDTH:
-        inside = inside & (column < WIDTH)[None, :]
-    tl.store(base + row.to(tl.int64)[:, None] * stride + column[None, :], x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,9 +52,9 @@ def _attend(
     """Forward over keys [first, end)."""
     for at in range(first, end, N):
         n = at + tl.arange(0, N)
-        s = tl.dot(q1, tl.trans(_rows(k, n, k_row, S, D, 0, D1)))
+        s = tl.dot(q1, tl.trans(load_rows(k, n, k_row, S, D, 0, D1)))
         if D2 > 0:
-            s = tl.dot(q2, tl.trans(_rows(k, n, k_row, S, D, D1, D2)), s)
+            s = tl.dot(q2, tl.trans(load_rows(k, n, k_row, S, D, D1, D2)), s)
         s = s * scale
         if MASKED:
             s = tl.where((n[None, :] >= start_m[:, None]) & (n[None, :] <= m[:, None]), s, -float("inf"))
@@ -80,7 +62,7 @@ def _attend(
         p = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(p, 1)
-        values = _rows(v, n, v_row, S, V, 0, DV)
+        values = load_rows(v, n, v_row, S, V, 0, DV)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None])
         top = higher
     return acc, total, top
@@ -105,11 +87,11 @@ def _forward_kernel(
     start = bounds + b * S
     m = at + tl.arange(0, M)
     start_m = tl.load(start + m, mask=m < S, other=0)
-    first, whole, diagonal, end = _keys_of(start, at, S, M, N)
-    q1 = _rows(q, m, q_row, S, D, 0, D1)
+    first, whole, diagonal, end = keys_of(start, at, S, M, N)
+    q1 = load_rows(q, m, q_row, S, D, 0, D1)
     q2 = q1
     if D2 > 0:
-        q2 = _rows(q, m, q_row, S, D, D1, D2)
+        q2 = load_rows(q, m, q_row, S, D, D1, D2)
     acc = tl.zeros((M, DV), tl.float32)
     total = tl.zeros((M,), tl.float32)
     top = tl.full((M,), -1.0e38, tl.float32)  # finite, so that a block without a visible key adds nothing
@@ -122,33 +104,8 @@ def _forward_kernel(
     acc, total, top = _attend(
         acc, total, top, q1, q2, m, start_m, k, v, k_row, v_row, diagonal, end, S, scale, D, V, D1, D2, DV, N, True
     )
-    _put(out, m, out_row, S, acc / total[:, None], V, 0, DV)
+    store_rows(out, m, out_row, S, acc / total[:, None], V, 0, DV)
     tl.store(lse + m, top + tl.log2(total), mask=m < S)
-
-
-@triton.jit
-def _keys_of(start, at, S, M: tl.constexpr, N: tl.constexpr):
-    """Return the ranges of keys for queries [at, at + M): seen from `first` on; by all queries from `whole` on; no
-    longer by all from `diagonal` on; up to `end`. Multiples of N except the last."""
-    first = tl.load(start + at) // N * N
-    last = tl.load(start + tl.minimum(at + M, S) - 1)
-    diagonal = at // N * N
-    whole = tl.maximum(tl.minimum((last + N - 1) // N * N, diagonal), first)
-    return first, whole, diagonal, tl.minimum(at + M, S)
-
-
-@triton.jit
-def _delta_kernel(
-    out, dout, delta, out_batch, out_head, out_row, dout_batch, dout_head, dout_row, S,
-    H: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Compute sum(out dout) of a block of rows, FP32 [B, H, S]."""
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    m = tl.program_id(0) * M + tl.arange(0, M)
-    x = _rows(out + b * out_batch + h * out_head, m, out_row, S, V, 0, DV).to(tl.float32)
-    y = _rows(dout + b * dout_batch + h * dout_head, m, dout_row, S, V, 0, DV).to(tl.float32)
-    tl.store(delta + (b * H + h) * S + m, tl.sum(x * y, 1), mask=m < S)
 
 
 @triton.jit
@@ -160,16 +117,16 @@ def _gather_keys(
     """Accumulate dk and dv of a block of keys over queries [first, end)."""
     for at in range(first, end, M):
         m = at + tl.arange(0, M)
-        q1 = _rows(q, m, q_row, S, D, 0, D1)
+        q1 = load_rows(q, m, q_row, S, D, 0, D1)
         s = tl.dot(k1, tl.trans(q1))
         q2 = q1
         if D2 > 0:
-            q2 = _rows(q, m, q_row, S, D, D1, D2)
+            q2 = load_rows(q, m, q_row, S, D, D1, D2)
             s = tl.dot(k2, tl.trans(q2), s)
         p = tl.exp2(s * scale - tl.load(lse + m, mask=m < S, other=float("inf"))[None, :])
         if MASKED:
             p = tl.where((m[None, :] >= n[:, None]) & (m[None, :] < end_n[:, None]), p, 0.0)
-        dy = _rows(dout, m, dout_row, S, V, 0, DV)
+        dy = load_rows(dout, m, dout_row, S, V, 0, DV)
         dv = tl.dot(p.to(dy.dtype), dy, dv)
         dp = tl.dot(values, tl.trans(dy))
         ds = (p * (dp - tl.load(delta + m, mask=m < S, other=0.0)[None, :])).to(q1.dtype)
@@ -202,11 +159,11 @@ def _keys_kernel(
     until = tl.load(behind + tl.minimum(at + N, S) - 1)
     diagonal = (at + N + M - 1) // M * M  # queries from here on see all of these keys, if of their document
     whole = tl.maximum(tl.load(behind + at) // M * M, diagonal)
-    k1 = _rows(k, n, k_row, S, D, 0, D1)
+    k1 = load_rows(k, n, k_row, S, D, 0, D1)
     k2 = k1
     if D2 > 0:
-        k2 = _rows(k, n, k_row, S, D, D1, D2)
-    values = _rows(v, n, v_row, S, V, 0, DV)
+        k2 = load_rows(k, n, k_row, S, D, D1, D2)
+    values = load_rows(v, n, v_row, S, V, 0, DV)
     dk1 = tl.zeros((N, D1), tl.float32)
     dk2 = tl.zeros((N, D2 if D2 > 0 else 16), tl.float32)
     dvs = tl.zeros((N, DV), tl.float32)
@@ -223,10 +180,10 @@ def _keys_kernel(
         V, D1, D2, DV, M, True,
     )  # fmt: skip
     dk += b * dk_batch + h * dk_head
-    _put(dk, n, dk_row, S, dk1 * scale, D, 0, D1)
+    store_rows(dk, n, dk_row, S, dk1 * scale, D, 0, D1)
     if D2 > 0:
-        _put(dk, n, dk_row, S, dk2 * scale, D, D1, D2)
-    _put(dv + b * dv_batch + h * dv_head, n, dv_row, S, dvs, V, 0, DV)
+        store_rows(dk, n, dk_row, S, dk2 * scale, D, D1, D2)
+    store_rows(dv + b * dv_batch + h * dv_head, n, dv_row, S, dvs, V, 0, DV)
 
 
 @triton.jit
@@ -238,16 +195,16 @@ def _gather_queries(
     """Accumulate dq of a block of queries over keys [first, end)."""
     for at in range(first, end, N):
         n = at + tl.arange(0, N)
-        k1 = _rows(k, n, k_row, S, D, 0, D1)
+        k1 = load_rows(k, n, k_row, S, D, 0, D1)
         s = tl.dot(q1, tl.trans(k1))
         k2 = k1
         if D2 > 0:
-            k2 = _rows(k, n, k_row, S, D, D1, D2)
+            k2 = load_rows(k, n, k_row, S, D, D1, D2)
             s = tl.dot(q2, tl.trans(k2), s)
         p = tl.exp2(s * scale - lse_m[:, None])
         if MASKED:
             p = tl.where((n[None, :] >= start_m[:, None]) & (n[None, :] <= m[:, None]), p, 0.0)
-        dp = tl.dot(dy, tl.trans(_rows(v, n, v_row, S, V, 0, DV)))
+        dp = tl.dot(dy, tl.trans(load_rows(v, n, v_row, S, V, 0, DV)))
         ds = (p * (dp - delta_m[:, None])).to(k1.dtype)
         dq1 = tl.dot(ds, k1, dq1)
         if D2 > 0:
@@ -272,12 +229,12 @@ def _queries_kernel(
     start = bounds + b * S
     m = at + tl.arange(0, M)
     start_m = tl.load(start + m, mask=m < S, other=0)
-    first, whole, diagonal, end = _keys_of(start, at, S, M, N)
-    q1 = _rows(q, m, q_row, S, D, 0, D1)
+    first, whole, diagonal, end = keys_of(start, at, S, M, N)
+    q1 = load_rows(q, m, q_row, S, D, 0, D1)
     q2 = q1
     if D2 > 0:
-        q2 = _rows(q, m, q_row, S, D, D1, D2)
-    dy = _rows(dout + b * dout_batch + h * dout_head, m, dout_row, S, V, 0, DV)
+        q2 = load_rows(q, m, q_row, S, D, D1, D2)
+    dy = load_rows(dout + b * dout_batch + h * dout_head, m, dout_row, S, V, 0, DV)
     lse_m = tl.load(lse + (b * H + h) * S + m, mask=m < S, other=float("inf"))
     delta_m = tl.load(delta + (b * H + h) * S + m, mask=m < S, other=0.0)
     dq1 = tl.zeros((M, D1), tl.float32)
@@ -295,17 +252,9 @@ def _queries_kernel(
         D2, DV, N, True,
     )  # fmt: skip
     dq += b * dq_batch + h * dq_head
-    _put(dq, m, dq_row, S, dq1 * scale, D, 0, D1)
+    store_rows(dq, m, dq_row, S, dq1 * scale, D, 0, D1)
     if D2 > 0:
-        _put(dq, m, dq_row, S, dq2 * scale, D, D1, D2)
-
-
-def _widths(D: int, V: int) -> dict[str, int]:
-    """Split D into a power of two and the rest, and round V up to a power of two; a tile has at least 16 columns."""
-    whole = max(16, 1 << (D.bit_length() - 1))
-    rest = max(0, D - whole)
-    rest = max(16, power_of_2(rest)) if rest else 0
-    return {"D": D, "V": V, "D1": whole, "D2": rest, "DV": max(16, power_of_2(V))}
+        store_rows(dq, m, dq_row, S, dq2 * scale, D, D1, D2)
 
 
 TILES = {"forward": (128, 64, 8, 3), "keys": (64, 64, 8, 2), "queries": (128, 64, 8, 2)}
@@ -319,18 +268,6 @@ def _tiles(name: str, width: int) -> dict[str, int]:
     return {"M": M, "N": N, "num_warps": warps, "num_stages": stages}
 
 
-def _three(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, head and row."""
-    assert x.stride(3) == 1
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def by_position(like: Tensor, width: int) -> Tensor:
-    """Allocate [B, H, S, width], in memory [B, S, H, width]."""
-    B, H, S, _ = like.shape
-    return like.new_empty(B, S, H, width).transpose(1, 2)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Compute q, k [B, H, S, D], v [B, H, S, V] within bounds [2, B, S] int32, contiguous; return out [B, H, S, V] (in
     memory [B, S, H, V]) and lse [B, H, S] FP32, to base 2. Last dimensions must be contiguous."""
@@ -338,8 +275,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tu
     out, lse = by_position(q, V), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", max(D, V))
     _forward_kernel[(cdiv(S, tiles["M"]), B * H)](
-        q, k, v, bounds, out, lse, *_three(q), *_three(k), *_three(v), *_three(out), S, scale * _LOG2_E,
-        H=H, **_widths(D, V), **tiles,
+        q, k, v, bounds, out, lse, *strides(q), *strides(k), *strides(v), *strides(out), S, scale * _LOG2_E,
+        H=H, **head_widths(D, V), **tiles,
     )  # fmt: skip
     return out, lse
 
@@ -350,18 +287,18 @@ def backward(
     """Return dq, dk [B, H, S, D], dv [B, H, S, V], in memory [B, S, H, ...]."""
     (B, H, S, D), V = q.shape, v.shape[-1]
     dq, dk, dv = by_position(q, D), by_position(q, D), by_position(q, V)
-    delta, widths, scales = torch.empty_like(lse), _widths(D, V), (S, scale, scale * _LOG2_E)
-    inputs = (*_three(q), *_three(k), *_three(v), *_three(dout))
-    _delta_kernel[(cdiv(S, 64), B * H)](
-        out, dout, delta, *_three(out), *_three(dout), S, H=H, V=V, DV=widths["DV"], M=64
+    delta, widths, scales = torch.empty_like(lse), head_widths(D, V), (S, scale, scale * _LOG2_E)
+    inputs = (*strides(q), *strides(k), *strides(v), *strides(dout))
+    delta_kernel[(cdiv(S, 64), B * H)](
+        out, dout, delta, *strides(out), *strides(dout), S, H=H, V=V, DV=widths["DV"], M=64
     )
     tiles = _tiles("keys", max(D, V))
     _keys_kernel[(cdiv(S, tiles["N"]), B * H)](
-        q, k, v, bounds, dout, lse, delta, dk, dv, *inputs, *_three(dk), *_three(dv), *scales,
+        q, k, v, bounds, dout, lse, delta, dk, dv, *inputs, *strides(dk), *strides(dv), *scales,
         B=B, H=H, **widths, **tiles,
     )  # fmt: skip
     tiles = _tiles("queries", max(D, V))
     _queries_kernel[(cdiv(S, tiles["M"]), B * H)](
-        q, k, v, bounds, dout, lse, delta, dq, *inputs, *_three(dq), *scales, H=H, **widths, **tiles
+        q, k, v, bounds, dout, lse, delta, dq, *inputs, *strides(dq), *scales, H=H, **widths, **tiles
     )
     return dq, dk, dv

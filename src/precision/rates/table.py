@@ -8,11 +8,11 @@
 
 | key | what |
 | --- | --- |
-| `kind` | linear (one weight) or grouped (one a group of rows) |
+| `kind` | linear (one weight), grouped (one a group of rows) or core (attention, causal) |
 | `scaling` | method/granularity of `precision.scaling`: delayed/tensor, current/tensor, current/row, current/block |
 | `accumulation` | fp32 or fast, as `precision.accumulation` has it |
-| `shape` | out features, in features, groups (1 for a linear) |
-| `rows` | rows of x in one call: tokens of a microbatch; for experts tokens times the number chosen |
+| `shape` | out features, in features, groups (1 for a linear); head sizes of values and queries, 1 |
+| `rows` | rows of x in one call: tokens of a microbatch; for experts tokens times the number chosen; positions |
 | `ms` | milliseconds of one forward and backward, casts counted in, by what ran: `bf16`, `cuda`, `transformer_engine` |
 
 Transformer Engine's linears are excluded. Alone they are as fast as `cuda` (5 % faster in blocks, slower where they are
@@ -33,7 +33,7 @@ import yaml
 from precision.errors import UserError
 
 FOLDER = Path(__file__).parent
-KINDS = ("linear", "grouped")
+KINDS = ("linear", "grouped", "core")
 SCALINGS = ("delayed/tensor", "current/tensor", "current/row", "current/block")
 ACCUMULATIONS = ("fp32", "fast")
 RUNS = ("bf16", "cuda", "transformer_engine")

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, PEERS, ROTARY, ROUTER, STATISTICS
+from precision.proof import (
+    ATTENTION,
+    CASTS,
+    EXPERTS,
+    FP8_ATTENTION,
+    GEMMS,
+    LOSS,
+    MUON,
+    OPTIMIZER,
+    PEERS,
+    ROTARY,
+    ROUTER,
+    STATISTICS,
+)
 from precision.selftest import muon, operands, others, products
 
 
@@ -27,11 +40,12 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}._{name}_kernel" for name in names)
 
 
-_ATTENTION = _of("document_attention", "forward", "delta", "keys", "queries")
+_ATTENTION = (*_of("document_attention", "forward", "keys", "queries"), "attention_tiles.delta_kernel")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
 _BLOCKS = *_of("swiglu_blocks", "backward"), *_of("swiglu", "backward_rows"), *_of("cast", "blocks")
 CHECKS = (  # the longest to compile first: see `share_of`; each check compiles its own variants
     Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
+    Check(FP8_ATTENTION, others.attention_in_fp8, _of("fp8_attention", "transpose", "forward", "keys", "queries")),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
     Check(EXPERTS, products.experts_products_row, _EXPERTS),
     Check(EXPERTS, products.experts_products_block, _EXPERTS),

@@ -5,10 +5,11 @@ import math
 
 import torch
 
+from precision import fp8_attention as reference
 from precision.attention import attention_core, document_mask, visible
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
-from precision.formats import E4M3, saturating_cast
-from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
+from precision.formats import E4M3, E5M2, Format, saturating_cast
+from precision.kernels import cast_statistics, cross_entropy, document_attention, fp8_attention, rotary
 from precision.kernels.adamw import FusedAdamW
 from precision.kernels.gradient_norms import GradientNorms
 from precision.kernels.kurtosis import add_kurtosis
@@ -16,7 +17,7 @@ from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
 from precision.rotary import attention_inputs
 from precision.selftest.operands import plain
-from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP32_SUM, near, same
+from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP8_ROUNDING, FP32_SUM, near, same
 from precision.topk_experts import plain_choice
 
 LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.3)
@@ -94,6 +95,34 @@ def _attention_backward(case: _AttentionCase) -> None:
     grads = document_attention.backward(case.probe, case.q, case.k, case.v, case.bounds, out, lse, case.scale)
     for name, ours, exact in zip("qkv", grads, case.gradients, strict=True):
         near(ours, exact, 8 * BF16_ROUNDING, f"gradient of {name} {case.where}")
+
+
+def attention_in_fp8(device: torch.device) -> None:
+    """Check attention with FP8 products against its reference, within documents, with and without a known scale of dS.
+    Scales of a P differ, as running maxima do, and with them its rounding."""
+    for S, D, V in ((150, 192, 128), (77, 48, 32)):
+        case = _AttentionCase(device, S, D, V)
+        q, k, v = (_in_fp8(x, E4M3) for x in (case.q, case.k, case.v))
+        operands = *q, *k, *v
+        for fast in (False, True):
+            out, lse = fp8_attention.forward(*operands, case.bounds, case.scale, fast)
+            exact, exact_lse = reference.forward(*operands, case.bounds, case.scale)
+            near(out, exact, FP8_ROUNDING["e4m3"], f"result {case.where} in FP8")
+            near(lse, exact_lse, BF16_ROUNDING, f"log-sum-exp {case.where} in FP8")
+            for known in (0.0, 100.0):
+                amaxes, scale = torch.zeros(2, device=device), torch.tensor(known, device=device)
+                given = *_in_fp8(case.probe, E5M2), *operands, case.bounds, exact, exact_lse, scale
+                how = fp8_attention.cast_of_scores(E5M2, True, 0, False)
+                *grads, _ = fp8_attention.backward(*given, amaxes[0], how, case.scale, fast)
+                theirs = reference.backward(*given, amaxes[1], E5M2, True, 0, False, case.scale)
+                for name, ours, want in zip("qkv", grads, theirs, strict=True):
+                    near(ours, want, FP8_ROUNDING["e4m3"], f"gradient of {name} {case.where} in FP8")
+                near(amaxes[0], amaxes[1], BF16_ROUNDING, f"amax of dS {case.where}")
+
+
+def _in_fp8(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = fmt.max / x.abs().amax().float()
+    return saturating_cast(x, scale, fmt), scale.reciprocal()
 
 
 def heads(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The seven products of an attention core in FP8, as its operators compute them.
 
 P and dS exist inside the operators alone. So O, dV, dQ and dK are computed again in float64, from the operands that
-entered, with P and dS cast as the plan says; without a cast they would be 2 to 10 % away.
+entered, with P and dS cast as the plan says; without a cast they would be 2 to 10 % away. Kernels round P under a
+running maximum, so their O differs from this one as two roundings differ, and is as far from that without a cast.
 """
 
 from collections.abc import Sequence
@@ -34,9 +35,10 @@ class CoreRecorder:
         q, k, v = (self._word(f"{core}:{part}", *args[2 * i : 2 * i + 2]) for i, part in enumerate("qkv"))
         z, _ = _scores(args[:6], args[6], args[7])
         p = torch.exp(z - z.amax(-1, keepdim=True))
-        exact = _cast(p, p.new_tensor(256.0), E4M3) @ _read(*args[4:6]) / p.sum(-1, keepdim=True)
+        v_read, total = _read(*args[4:6]), p.sum(-1, keepdim=True)
+        exact = _cast(p, p.new_tensor(256.0), E4M3) @ v_read / total
         self._note(core, "S = q k^T", "forward", q, k)
-        self._note(core, "O = P v", "forward", _said("e4m3 256 / max", out, exact), v)
+        self._note(core, "O = P v", "forward", _said("e4m3 256 / max", out, exact, p @ v_read / total), v)
 
     def backward(self, args: Sequence[Any], found: Sequence[Tensor]) -> None:
         """Record the five products of the backward pass. args, found: of the operator."""
@@ -79,10 +81,15 @@ def row_of(core: str, product: str, in_pass: str) -> str:
     return f"{core} {product} {in_pass}"
 
 
-def _said(says: str, ours: Tensor, exact: Tensor) -> str:
-    """Return `says` if a result is what that gives."""
-    distance = (ours.double() - exact).norm() / exact.norm().clamp_min(1e-300)
-    return says if bool(distance <= AGREES) else f"not {says}"
+def _said(says: str, ours: Tensor, exact: Tensor, uncast: Tensor | None = None) -> str:
+    """Return `says` if a result is what that gives. uncast: the result without the cast, for one whose roundings may be
+    others."""
+    size = exact.norm().clamp_min(1e-300)
+    agrees = (ours.double() - exact).norm() <= AGREES * size
+    if uncast is not None:
+        cast, own, between = (((a - b).norm()) for a, b in ((exact, uncast), (ours, uncast), (ours, exact)))
+        agrees = agrees | ((own - cast).abs() <= 0.25 * cast) & (between <= 2 * cast)
+    return says if bool(agrees) else f"not {says}"
 
 
 def _scores(operands: Sequence[Tensor], mask: Tensor | None, scale: float) -> tuple[Tensor, list[Tensor]]:
