@@ -20,6 +20,7 @@ from trainer.parallel.blocks import _recompute_all_but_core
 Recipe = Callable[..., PrecisionConfig]
 SCALE, HEADS = 2**0.5 / 192**0.5, 3
 CUDA = torch.device("cuda")
+HALF_STEP = 2.0**-4  # largest relative error of a normal number in E4M3
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_as_close_to_float64_as_the_reference(
         ends = torch.rand(2, length, device="cuda", generator=generator) * 100 < 1
         mask = document_mask(bounds_of(ends.cumsum(1, dtype=torch.int32)), torch.bfloat16, d_qk, d_v)
     want = exact(tensors, visible(mask, length, CUDA))
-    for accumulation in ("fp32", "fast"):
+    for accumulation in ("fp32", "fast") if kind != "mean" else ("fp32",):  # which loses a percent of coherent sums
         config = recipe("fp8_delayed", accumulation=accumulation)
         (ours, our_arena), (theirs, their_arena) = (core_of(config, b, d_qk, d_v) for b in ("cuda", "reference"))
         for _ in range(2):  # under the tensors' own amax, then under the history's
@@ -87,7 +88,9 @@ def test_as_close_to_float64_as_the_reference(
                     continue  # one key: nothing depends on them
                 mine, its = (float((t.double() - true).norm()) for t in (x, y))
                 assert mine <= 1.1 * its + 2.0**-8 * size, (name, mine / size, its / size)
-            torch.testing.assert_close(our_arena.amax, their_arena.amax, rtol=2.0**-6, atol=1e-12)
+            torch.testing.assert_close(our_arena.amax[:4], their_arena.amax[:4], rtol=0, atol=0)
+            if length > 1:  # dS of one key is a rounding; O, which it is made of, has the rounding of P
+                torch.testing.assert_close(our_arena.amax[4], their_arena.amax[4], rtol=HALF_STEP, atol=0)
             for arena in (our_arena, their_arena):
                 arena.commit(arena.finite())
 
@@ -144,6 +147,6 @@ def test_fp32_sums_have_no_bias(recipe: Recipe) -> None:
     ds = torch.where(row > torch.arange(few, device="cuda"), ds, 0)
     ds8 = saturating_cast(ds, scale, E5M2).double() / scale
     want = ds8.mT @ q * 0.1
-    above = v[:few].sum(-1) > 1.2 * V
+    above = v[:few].sum(-1) > 1.1 * V
     assert int(above.sum()) > 3
     assert abs(float((dk[0, 0, :few].double() - want)[above].mean() / want[above].mean())) < 1e-3

@@ -41,17 +41,21 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 
 
 _ATTENTION = (*_of("document_attention", "forward", "keys", "queries"), "attention_tiles.delta_kernel")
+_FP8_FORWARD = "hopper_attention._forward_kernel", "fp8_attention._transpose_kernel"
+_FP8_BACKWARD = *_of("hopper_attention_backward", "values", "scores"), *_of("fp8_attention", "scale", "transpose")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
 _BLOCKS = *_of("swiglu_blocks", "backward"), *_of("swiglu", "backward_rows"), *_of("cast", "blocks")
 CHECKS = (  # the longest to compile first: see `share_of`; each check compiles its own variants
     Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
-    Check(FP8_ATTENTION, others.attention_in_fp8, _of("fp8_attention", "transpose", "forward", "keys", "queries")),
+    Check(FP8_ATTENTION, others.attention_in_fp8_backward, _FP8_BACKWARD),
+    Check(FP8_ATTENTION, others.attention_in_fp8_small, _of("fp8_attention", "forward", "keys", "queries")),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
     Check(EXPERTS, products.experts_products_row, _EXPERTS),
     Check(EXPERTS, products.experts_products_block, _EXPERTS),
     Check(EXPERTS, products.experts_products_fast, _EXPERTS),
     Check(EXPERTS, products.experts_products_bf16, _EXPERTS[1:]),
     Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
+    Check(FP8_ATTENTION, others.attention_in_fp8, _FP8_FORWARD),
     Check(ATTENTION, others.attention_small, _ATTENTION, hopper=False),
     Check(ATTENTION, others.attention_mla, _ATTENTION[:1], hopper=False),
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),

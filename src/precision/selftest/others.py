@@ -98,26 +98,51 @@ def _attention_backward(case: _AttentionCase) -> None:
 
 
 def attention_in_fp8(device: torch.device) -> None:
-    """Check attention with FP8 products against its reference, within documents, with and without a known scale of dS.
-    Scales of a P differ, as running maxima do, and with them its rounding."""
-    for S, D, V in ((150, 192, 128), (77, 48, 32)):
+    """Check attention with FP8 products, with MLA's head sizes."""
+    _Fp8Case(device, 150, 192, 128).forward(False)
+
+
+def attention_in_fp8_backward(device: torch.device) -> None:
+    """Check its gradients."""
+    _Fp8Case(device, 150, 192, 128).backward(False, 100.0)
+
+
+def attention_in_fp8_small(device: torch.device) -> None:
+    """Check both with other head sizes, with both kinds of sums, with and without a known scale of dS."""
+    case = _Fp8Case(device, 77, 48, 32)
+    for fast, known in ((False, 0.0), (True, 100.0)):
+        case.forward(fast)
+        case.backward(fast, known)
+
+
+class _Fp8Case:
+    """Operands in FP8, within documents, and results of the reference. Running maxima differ from its maximum, and with
+    them the rounding of P."""
+
+    def __init__(self, device: torch.device, S: int, D: int, V: int):
         case = _AttentionCase(device, S, D, V)
         q, k, v = (_in_fp8(x, E4M3) for x in (case.q, case.k, case.v))
-        operands = *q, *k, *v
-        for fast in (False, True):
-            out, lse = fp8_attention.forward(*operands, case.bounds, case.scale, fast)
-            exact, exact_lse = reference.forward(*operands, case.bounds, case.scale)
-            near(out, exact, FP8_ROUNDING["e4m3"], f"result {case.where} in FP8")
-            near(lse, exact_lse, BF16_ROUNDING, f"log-sum-exp {case.where} in FP8")
-            for known in (0.0, 100.0):
-                amaxes, scale = torch.zeros(2, device=device), torch.tensor(known, device=device)
-                given = *_in_fp8(case.probe, E5M2), *operands, case.bounds, exact, exact_lse, scale
-                how = fp8_attention.cast_of_scores(E5M2, True, 0, False)
-                *grads, _ = fp8_attention.backward(*given, amaxes[0], how, case.scale, fast)
-                theirs = reference.backward(*given, amaxes[1], E5M2, True, 0, False, case.scale)
-                for name, ours, want in zip("qkv", grads, theirs, strict=True):
-                    near(ours, want, FP8_ROUNDING["e4m3"], f"gradient of {name} {case.where} in FP8")
-                near(amaxes[0], amaxes[1], BF16_ROUNDING, f"amax of dS {case.where}")
+        self.operands, self.dout = (*q, *k, *v), _in_fp8(case.probe, E5M2)
+        self.bounds, self.scale, self.where = case.bounds, case.scale, f"{case.where} in FP8"
+        self.out, self.lse = reference.forward(*self.operands, self.bounds, self.scale)
+
+    def forward(self, fast: bool) -> None:
+        """Compare result and log-sum-exp."""
+        out, lse = fp8_attention.forward(*self.operands, self.bounds, self.scale, fast)
+        near(out, self.out, FP8_ROUNDING["e4m3"], f"result {self.where}")
+        near(lse, self.lse, BF16_ROUNDING, f"log-sum-exp {self.where}")
+
+    def backward(self, fast: bool, known: float) -> None:
+        """Compare gradients and the amax of dS. known: its scale; 0: that of its own amax."""
+        device = self.out.device
+        amaxes, scale = torch.zeros(2, device=device), torch.tensor(known, device=device)
+        given = *self.dout, *self.operands, self.bounds, self.out, self.lse, scale
+        how = fp8_attention.cast_of_scores(E5M2, True, 0, False)
+        *grads, _ = fp8_attention.backward(*given, amaxes[0], how, self.scale, fast)
+        theirs = reference.backward(*given, amaxes[1], E5M2, True, 0, False, self.scale)
+        for name, ours, want in zip("qkv", grads, theirs, strict=True):
+            near(ours, want, FP8_ROUNDING["e4m3"], f"gradient of {name} {self.where}")
+        near(amaxes[0], amaxes[1], BF16_ROUNDING, f"amax of dS {self.where}")
 
 
 def _in_fp8(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
