@@ -24,7 +24,7 @@ from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
 STEPS, BATCH, LENGTH = 6, 8, 4096
-RUN = ["parallel=fsdp", "model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768", "data=text"]
+RUN = ["parallel=fsdp", "model=moonlight_16b", "model.num_layers=3", "model.vocab_size=32768", "data=text"]
 RUN += [f"trainer.sequence_length={LENGTH}", "trainer.microbatch_size=2", f"trainer.global_batch_size={BATCH}"]
 RUN += ["compile.enabled=false", "optim.warmup_steps=2", "optim.lr=1e-4", "trainer.max_steps=20", "data.path=."]
 FREED = ["parallel.reshard_after_forward=true", "parallel.reduce_each_microbatch=true"]

@@ -50,8 +50,9 @@ def compile_only(self, *args, grid, warmup, **options):
         usage = subprocess.run([disassembler, "-res-usage", file.name], capture_output=True, text=True).stdout
     stack = int(re.search(r"STACK:(\\d+)", usage)[1])
     assert stack <= 64, (self.__name__, usage)  # bytes; more means that registers are spilled over and over
-    code, product = kernel.asm["ttgir"], any(
-        kind in self.__name__ for kind in ("_nt_", "_wgrad", "_product", "_triangle"))
+    code, name = kernel.asm["ttgir"], self.__name__
+    attends = "attention" in self.fn.__module__ and not any(kind in name for kind in ("_transpose", "_scale", "delta"))
+    product = attends or any(kind in name for kind in ("_nt_", "_wgrad", "_product", "_triangle"))
     assert product or ("tt.trans" in code) == ("mov.b32" in code), self.__name__  # see kernels.common.settled
     if product:
         assert "wgmma" in kernel.asm["ptx"], self.__name__
@@ -61,7 +62,7 @@ jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
 from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_schulz, norm, route, swiglu
-from precision.kernels import swiglu_blocks, topk_experts, weights
+from precision.kernels import fp8_attention, swiglu_blocks, topk_experts, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = newton_schulz._multiprocessors = lambda device: 132
@@ -122,6 +123,14 @@ if mode == 1:
         muon.advance(floats(E, F, D), floats(E, F, D), slot, flag, one, 0.9, True)
         muon.apply(floats(E, F, D), slot, floats(muon.programs(x)), flag, one, 1.0, 0.1)
 if mode == 2:
+    S, bounds = 512, ints(2, 2, 512)
+    dS = fp8_attention.cast_of_scores(E5M2, True, 0, False)
+    for width, V in ((192, 128), (48, 32)):
+        q8, v8 = (new(2, S, 3, w, dtype=E4M3.dtype).transpose(1, 2) for w in (width, V))
+        out, lse = fp8_attention.forward(q8, one, q8, one, v8, one, bounds, 0.1, False)
+        dout8 = new(2, S, 3, V, dtype=E5M2.dtype).transpose(1, 2)
+        given = dout8, one, q8, one, q8, one, v8, one, bounds, out, lse
+        fp8_attention.backward(*given, one, floats(), dS, 0.1, False)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
     swiglu.swiglu_backward_rows(new(R, F), y8, to.weight, to.ends, floats(R, 1), one, back, how, y_inv)
 if mode == 3:
