@@ -107,12 +107,6 @@ class _CpuCore(torch.autograd.Function):
         return *(dx.to(q.dtype) for dx in made), None, None
 
 
-def by_position(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate [B, H, S, width], in memory [B, S, H, width]. dtype: None is that of `like`."""
-    B, H, S, _ = like.shape
-    return like.new_empty(B, S, H, width, dtype=dtype).transpose(1, 2)
-
-
 def latent_attention(
     q: Tensor, latent: Tensor, rank: int, scale: float, key_factor_BHL: Tensor | None = None
 ) -> Tensor:

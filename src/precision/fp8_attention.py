@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from precision.attention import attention_core, by_position, visible
+from precision.attention import attention_core, visible
 from precision.backends import get_backend
 from precision.formats import BY_NAME, Format, read_back, saturating_cast
 from precision.linear import quantize
@@ -146,7 +146,7 @@ def _forward(
     backend: str,
     fast: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return O [B, H, S, V] BF16 (in memory [B, S, H, V]) and the log-sum-exp of each row's scores [B, H, S] FP32.
+    """Return O [B, H, S, V] BF16 (in memory as v8) and the log-sum-exp of each row's scores [B, H, S] FP32.
     fast: kernels sum in the tensor cores alone."""
     operands = q8, q_inv, k8, k_inv, v8, v_inv
     if backend == CUDA and not is_observed():
@@ -158,14 +158,14 @@ def _forward(
 
 @torch.library.register_fake(_forward)
 def _(q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor]:
-    return by_position(v8, v8.shape[-1], torch.bfloat16), q8.new_empty(q8.shape[:3], dtype=torch.float32)
+    return torch.empty_like(v8, dtype=torch.bfloat16), q8.new_empty(q8.shape[:3], dtype=torch.float32)
 
 
 def forward(
     q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor, v8: Tensor, v_inv: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the reference of `_forward`."""
-    out = by_position(v8, v8.shape[-1], torch.bfloat16)
+    out = torch.empty_like(v8, dtype=torch.bfloat16)
     lse = torch.empty(q8.shape[:3], device=q8.device)
     seen = visible(mask, q8.shape[2], q8.device)
     for part in _heads(q8):
@@ -202,7 +202,7 @@ def _backward(
     backend: str,
     fast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, of the operands' shapes (in memory [B, S, H, ...]), in FP32, or BF16 as kernels write them;
+    """Return dq, dk, dv, as the operands are in memory, in FP32, or BF16 as kernels write them;
     raise ds_amax."""
     operands, fmt = (dout8, dout_inv, q8, q_inv, k8, k_inv, v8, v_inv), BY_NAME[fmt_name]
     how = fmt, delayed, margin, power_of_two
@@ -225,7 +225,7 @@ def _backward(
 @torch.library.register_fake(_backward)
 def _(dout8, dout_inv, q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.bfloat16 if rest[-2] == CUDA else torch.float32
-    dq, dk, dv = (by_position(t, t.shape[-1], dtype) for t in (q8, k8, v8))
+    dq, dk, dv = (torch.empty_like(t, dtype=dtype) for t in (q8, k8, v8))
     return dq, dk, dv
 
 
@@ -266,7 +266,7 @@ def backward(
     """Compute the reference of `_backward`."""
     seen = visible(mask, q8.shape[2], q8.device)
     gradients = _Gradients(dout8, dout_inv, q8, q_inv, k8, k_inv, v8, v_inv, seen, out, lse, scale)
-    dq, dk, dv = (by_position(t, t.shape[-1], torch.float32) for t in (q8, k8, v8))
+    dq, dk, dv = (torch.empty_like(t, dtype=torch.float32) for t in (q8, k8, v8))
     # a known scale needs one pass; asking a GPU whether it is known would synchronise
     if delayed and ds_scale.device.type == "cpu" and bool(ds_scale > 0):
         factor = ds_scale

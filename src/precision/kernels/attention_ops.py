@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precision.attention import by_position
 from precision.kernels import document_attention as _kernels
+from precision.kernels.attention_tiles import by_position
 
 
 @torch.library.custom_op("octet::document_attention", mutates_args=())

@@ -1,6 +1,7 @@
 """Tiles of attention's kernels: rows of q, k, v; ranges of keys within documents; rowsum(out dout). See
 `document_attention`, which has the legend."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,3 +67,9 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     """Return the strides of batch, head and row."""
     assert x.stride(3) == 1
     return x.stride(0), x.stride(1), x.stride(2)
+
+
+def by_position(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate [B, H, S, width], in memory [B, S, H, width]. dtype: None is that of `like`."""
+    B, H, S, _ = like.shape
+    return like.new_empty(B, S, H, width, dtype=dtype).transpose(1, 2)

@@ -34,8 +34,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.attention import by_position
-from precision.kernels.attention_tiles import delta_kernel, head_widths, keys_of, load_rows, store_rows, strides
+from precision.kernels.attention_tiles import (
+    by_position,
+    delta_kernel,
+    head_widths,
+    keys_of,
+    load_rows,
+    store_rows,
+    strides,
+)
 from precision.kernels.common import cdiv
 
 _LOG2_E = 1.4426950408889634

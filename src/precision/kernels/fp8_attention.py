@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.attention import by_position
 from precision.formats import Format
 from precision.kernels import const, hopper_attention, hopper_attention_backward
 from precision.kernels.attention_tiles import (
+    by_position,
     delta_kernel,
     head_widths,
     load_rows,
