@@ -309,7 +309,10 @@ def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
     if not (config.health.alerts.enabled and world.is_first):
         return Alerts()
     gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
-    alerts = Alerts(training_rules(config.health.alerts, gpu and gpu.total_memory / 2**30), config.health.alerts.repeat)
+    alerts = Alerts(
+        training_rules(config.health.alerts, gpu and gpu.total_memory / 2**30, config.precision.scaling),
+        config.health.alerts.repeat,
+    )
     if not folder.is_new:
         alerts.replay(folder.path / METRICS, folder.path / TENSORS)
     return alerts

@@ -26,12 +26,15 @@
 Rules use medians and median absolute deviations, not means and standard deviations: one spike does not move them.
 """
 
+from precision.config import ScalingConfig
 from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
 from trainer.health.rules import curves, power, resources, tensors
 
 OF_THE_CARD = resources.MemoryGrowth, resources.MemoryFull
 """Rules that also take the GPU's memory in GiB, or None if it is unknown."""
+OF_THE_CASTS = tensors.Saturated, tensors.Underflown
+"""Rules that also take the plan's scaling, or None if it is unknown."""
 RULES = (
     *(curves.GradNormSpike, curves.LossRise, curves.LossPlateau),
     *(tensors.ScaleDrop, tensors.ScaleRise, tensors.Saturated, tensors.Underflown, tensors.MaxLogit, tensors.Kurtosis),
@@ -41,7 +44,11 @@ RULES = (
 )
 
 
-def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
-    """Return the rules that have a threshold. card_gib: memory of the GPU; None: unknown."""
+def training_rules(config: AlertsConfig, card_gib: float | None, scaling: ScalingConfig | None = None) -> list[Rule]:
+    """Return the rules that have a threshold. card_gib: memory of the GPU. scaling: of the plan. None: unknown."""
     thresholds = [(rule, getattr(config, rule.name)) for rule in RULES]
-    return [rule(at, card_gib) if rule in OF_THE_CARD else rule(at) for rule, at in thresholds if at is not None]
+    return [
+        rule(at, card_gib) if rule in OF_THE_CARD else rule(at, scaling) if rule in OF_THE_CASTS else rule(at)
+        for rule, at in thresholds
+        if at is not None
+    ]

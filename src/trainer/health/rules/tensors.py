@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from precision.config import Granularity, Method, ScalingConfig
 from trainer.health.alerts import Alert, Entry, Rule, in_fp8, number
 
 
@@ -81,10 +82,12 @@ class _CastShare(Rule):
     SETTLED = 100
     key: str
     does: str
-    advice: str
+    reason: str
+    recipe: str
 
-    def __init__(self, share: float):
+    def __init__(self, share: float, scaling: ScalingConfig | None = None):
         self._share = share
+        self._helps = scaling is None or self._may_help(scaling)
         self._before: set[str] = set()
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
@@ -101,11 +104,17 @@ class _CastShare(Rule):
 
     def _alert(self, step: int, name: str, share: float) -> Alert:
         which = f"of {name}" if name else "of a tensor in FP8"
+        other = f"{self.recipe}, or " if self._helps else ""
         message = (
-            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.advice}, "
-            "or keep this tensor in BF16 (precision.rules.exceptions)"
+            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.reason}: "
+            f"{other}keep this tensor in BF16 (precision.rules.exceptions)"
         )
         return Alert(self.name, step, message, share, self._share, tensor=name or None)
+
+    @staticmethod
+    def _may_help(scaling: ScalingConfig) -> bool:
+        """Return whether `recipe` differs from the run's in what matters."""
+        raise NotImplementedError
 
 
 class Saturated(_CastShare):
@@ -113,7 +122,11 @@ class Saturated(_CastShare):
 
     name = key = "saturated"
     does = "is clipped in its cast to FP8"
-    advice = "its amax grows faster than its scale follows: use current scaling (+recipe=fp8_jit)"
+    reason, recipe = "its amax grows faster than its scale follows", "use current scaling (+recipe=fp8_jit)"
+
+    @staticmethod
+    def _may_help(scaling: ScalingConfig) -> bool:
+        return scaling.method is Method.delayed
 
 
 class Underflown(_CastShare):
@@ -121,7 +134,11 @@ class Underflown(_CastShare):
 
     name = key = "underflown"
     does = "becomes zero in its cast to FP8"
-    advice = "a few large values hold its scale down: use finer scales (+recipe=fp8_block)"
+    reason, recipe = "a few large values hold its scale down", "use finer scales (+recipe=fp8_block)"
+
+    @staticmethod
+    def _may_help(scaling: ScalingConfig) -> bool:
+        return scaling.granularity is not Granularity.block
 
 
 class MaxLogit(Rule):

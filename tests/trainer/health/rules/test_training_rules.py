@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainer.health.alerts import Alert
+from precision.config import Granularity, Method, ScalingConfig
+from trainer.health.alerts import Alert, Alerts
 from trainer.health.rules.resources import MemoryGrowth
+from trainer.health.rules.tensors import Saturated, Underflown
 
 Metrics = dict[str, Any]
 FROM = 4000
@@ -262,3 +264,13 @@ def test_a_rewind_forgets_what_was_later(a_run: Callable, raised: Callable, aler
     assert [a.rule for a in raised(a_run(FROM + 150, rise), alerts)] == ["loss_rise"]
     again = list(a_run(FROM + 150, rise, first=FROM - 500))
     assert [a.rule for a in raised(again, alerts)] == ["loss_rise"]
+
+
+@pytest.mark.parametrize(("rule", "other"), [(Saturated, "fp8_jit"), (Underflown, "fp8_block")])
+def test_a_cast_is_not_advised_the_scales_that_it_has(rule: type[Saturated | Underflown], other: str) -> None:
+    has = ScalingConfig(method=Method.current, granularity=Granularity.block)
+    for scaling, says in ((ScalingConfig(), True), (None, True), (has, False)):
+        alerts = Alerts([rule(0.01, scaling)], None)
+        lines = [{"step": step, f"fp8/{rule.key}_worst": 0.5} for step in (110, 120, 130)]
+        message = next(alert.message for line in lines for alert in alerts.check(line))
+        assert (other in message) == says and "keep this tensor in BF16" in message
