@@ -62,6 +62,14 @@ def block_ids(S, H: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def fetch(x1, x2, row, h, bar, to1, to2, D: gl.constexpr):
+    """Start to load 128 rows of the D features of head h into shared memory."""
+    tma.async_copy_global_to_shared(x1, [row, h * D], bar, to1)
+    if D > 128:
+        tma.async_copy_global_to_shared(x2, [row, h * D + 128], bar, to2)
+
+
+@gluon.jit
 def product(a1, a2, sb1, sb2, s, none, D: gl.constexpr):
     """Start a b^T over D features."""
     x = warpgroup_mma(a1, sb1.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -108,9 +116,7 @@ def _forward_load(q1, q2, k1, k2, vt, sq1, sq2, sk1, sk2, sv, full_q, full_k, em
     at, b, h = block_ids(S, H, False)
     first, whole, diagonal, end = visible_keys(bounds + b * S, at, S, 128, 128)
     mbarrier.expect(full_q, 128 * D)
-    tma.async_copy_global_to_shared(q1, [b * S + at, h * D], full_q, sq1)
-    if D > 128:
-        tma.async_copy_global_to_shared(q2, [b * S + at, h * D + 128], full_q, sq2)
+    fetch(q1, q2, b * S + at, h, full_q, sq1, sq2, D)
     it = 0
     for n in range(first, end, 128):
         s = it % ST
@@ -118,9 +124,7 @@ def _forward_load(q1, q2, k1, k2, vt, sq1, sq2, sk1, sk2, sv, full_q, full_k, em
         mbarrier.wait(empty_k.index(s), phase)
         bar = full_k.index(s)
         mbarrier.expect(bar, 128 * D)
-        tma.async_copy_global_to_shared(k1, [b * S + n, h * D], bar, sk1.index(s))
-        if D > 128:
-            tma.async_copy_global_to_shared(k2, [b * S + n, h * D + 128], bar, sk2.index(s))
+        fetch(k1, k2, b * S + n, h, bar, sk1.index(s), sk2.index(s), D)
         mbarrier.wait(empty_v.index(s), phase)
         bar = full_v.index(s)
         mbarrier.expect(bar, 128 * 128)

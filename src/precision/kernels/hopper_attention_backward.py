@@ -31,6 +31,7 @@ from precision.kernels.hopper_attention import (
     as_operand,
     block_ids,
     by_rows,
+    fetch,
     product,
     store,
     visible_keys,
@@ -93,18 +94,14 @@ def _values_load(k1, k2, q1, q2, dt, lse, sk1, sk2, sq1, sq2, sd, sl, full_own, 
     at, b, h = block_ids(S, H, True)
     first, whole, masked, end = _seen_range(bounds, at, b, B, S, True)
     mbarrier.expect(full_own, 128 * D)
-    tma.async_copy_global_to_shared(k1, [b * S + at, h * D], full_own, sk1)
-    if D > 128:
-        tma.async_copy_global_to_shared(k2, [b * S + at, h * D + 128], full_own, sk2)
+    fetch(k1, k2, b * S + at, h, full_own, sk1, sk2, D)
     it = 0
     for m in range(first, end, 128):
         s = it % ST
         bar = full.index(s)
         mbarrier.wait(empty.index(s), (it // ST & 1) ^ 1)
         mbarrier.expect(bar, 128 * D + 128 * 128 + 512)
-        tma.async_copy_global_to_shared(q1, [b * S + m, h * D], bar, sq1.index(s))
-        if D > 128:
-            tma.async_copy_global_to_shared(q2, [b * S + m, h * D + 128], bar, sq2.index(s))
+        fetch(q1, q2, b * S + m, h, bar, sq1.index(s), sq2.index(s), D)
         tma.async_copy_global_to_shared(dt, [(b * H + h) * 128, m], bar, sd.index(s))
         tma.async_copy_global_to_shared(lse, [(b * H + h) * SP + m], bar, sl.index(s))
         it += 1
@@ -181,19 +178,15 @@ def _scores_load(o1, o2, ov, x1, x2, xv, t1, t2, lse, delta, so1, so2, sov, sx1,
     at, b, h = block_ids(S, H, KEYS)
     first, whole, masked, end = _seen_range(bounds, at, b, B, S, KEYS)
     mbarrier.expect(full_own, 128 * D + 128 * 128)
-    tma.async_copy_global_to_shared(o1, [b * S + at, h * D], full_own, so1)
+    fetch(o1, o2, b * S + at, h, full_own, so1, so2, D)
     tma.async_copy_global_to_shared(ov, [b * S + at, h * 128], full_own, sov)
-    if D > 128:
-        tma.async_copy_global_to_shared(o2, [b * S + at, h * D + 128], full_own, so2)
     it = 0
     for n in range(first, end, 128):
         s = it % ST
         bar = full.index(s)
         mbarrier.wait(empty.index(s), (it // ST & 1) ^ 1)
         mbarrier.expect(bar, 2 * 128 * D + 128 * 128 + (1024 if KEYS else 0))
-        tma.async_copy_global_to_shared(x1, [b * S + n, h * D], bar, sx1.index(s))
-        if D > 128:
-            tma.async_copy_global_to_shared(x2, [b * S + n, h * D + 128], bar, sx2.index(s))
+        fetch(x1, x2, b * S + n, h, bar, sx1.index(s), sx2.index(s), D)
         tma.async_copy_global_to_shared(xv, [b * S + n, h * 128], bar, sxv.index(s))
         if KEYS:
             tma.async_copy_global_to_shared(lse, [(b * H + h) * SP + n], bar, sl.index(s * 2))
