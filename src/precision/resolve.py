@@ -51,7 +51,7 @@ FAR_NOTE = "is judged by the measurement of a distant shape"
 @dataclass(frozen=True)
 class Gemm:
     """The properties of a GEMM that its backend depends on. groups: 1 for a linear. rows None: the tokens of a call are
-    not known. accumulation: of its products, if it runs in FP8. is_core: an attention core, whose features
+    not known. accumulation: of its products, if it runs in FP8. is_core: an attention core; its features
     are the head sizes of values and of queries."""
 
     name: str

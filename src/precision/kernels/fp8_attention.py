@@ -55,7 +55,6 @@ from precision.kernels.common import (
 )
 
 _LOG2_E = math.log2(math.e)
-LARGEST = 256  # head size
 LEAST = 32  # columns of a tile, and the shortest sum of an FP8 product
 TILES = {"forward": (128, 64, 8, 3), "values": (64, 128, 8, 3), "keys": (64, 128, 8, 3), "queries": (128, 64, 8, 3)}
 """M, N, warps, stages of each kernel."""

@@ -7,8 +7,8 @@ groups of four warps compute, 64 rows each. Here the forward pass; `hopper_atten
     acc = acc 2^(top before - top) + y     FP32
 
 The left operand of a product is in registers in another order than a result: of 16 columns a thread has 2c, 2c + 1,
-8 + 2c, 9 + 2c of a result, and 4c to 4c + 3 of an operand. So P is read as an operand whose columns are permuted,
-which moves nothing, and the positions of the right operand, the transposed copy, are permuted alike in memory:
+8 + 2c, 9 + 2c of a result, and 4c to 4c + 3 of an operand. So P is read as an operand with permuted columns, which
+moves nothing, and the positions of the right operand, the transposed copy, are permuted alike in memory:
 
     0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15
 

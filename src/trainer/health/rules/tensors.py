@@ -77,7 +77,7 @@ class ScaleRise(_ScaleJump):
 
 class _CastShare(Rule):
     """A cast loses a share of a tensor's elements in two consecutive sampled steps. A run's first steps do not count:
-    scales have no history yet and values move fast."""
+    scales have no history yet and values move fast. helps: whether `recipe` has scales that the run does not have."""
 
     SETTLED = 100
     key: str
@@ -85,9 +85,8 @@ class _CastShare(Rule):
     reason: str
     recipe: str
 
-    def __init__(self, share: float, scaling: ScalingConfig | None = None):
-        self._share = share
-        self._helps = scaling is None or self._may_help(scaling)
+    def __init__(self, share: float, helps: bool):
+        self._share, self._helps = share, helps
         self._before: set[str] = set()
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
@@ -111,11 +110,6 @@ class _CastShare(Rule):
         )
         return Alert(self.name, step, message, share, self._share, tensor=name or None)
 
-    @staticmethod
-    def _may_help(scaling: ScalingConfig) -> bool:
-        """Return whether `recipe` differs from the run's in what matters."""
-        raise NotImplementedError
-
 
 class Saturated(_CastShare):
     """Elements are clipped at the format's largest value: the scale lags behind the amax."""
@@ -124,9 +118,8 @@ class Saturated(_CastShare):
     does = "is clipped in its cast to FP8"
     reason, recipe = "its amax grows faster than its scale follows", "use current scaling (+recipe=fp8_jit)"
 
-    @staticmethod
-    def _may_help(scaling: ScalingConfig) -> bool:
-        return scaling.method is Method.delayed
+    def __init__(self, share: float, scaling: ScalingConfig | None = None):
+        super().__init__(share, scaling is None or scaling.method is Method.delayed)
 
 
 class Underflown(_CastShare):
@@ -136,9 +129,8 @@ class Underflown(_CastShare):
     does = "becomes zero in its cast to FP8"
     reason, recipe = "a few large values hold its scale down", "use finer scales (+recipe=fp8_block)"
 
-    @staticmethod
-    def _may_help(scaling: ScalingConfig) -> bool:
-        return scaling.granularity is not Granularity.block
+    def __init__(self, share: float, scaling: ScalingConfig | None = None):
+        super().__init__(share, scaling is None or scaling.granularity is not Granularity.block)
 
 
 class MaxLogit(Rule):
