@@ -13,7 +13,7 @@ from torch import nn
 
 from models import DeepSeek, ModelConfig
 from models.matrices import division
-from precision import Feed, Plan, PrecisionConfig, bind, fp8_attention
+from precision import Feed, Plan, PrecisionConfig, bind, fp8_attention, gemm_layers
 from precision.backends.reference import ReferenceBackend
 from precision.config import BackendChoice, Method, Precision, RulesException
 from precision.hardware import Gpu
@@ -204,10 +204,22 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.parametrize(  # cuBLAS has blocks on a GPU only
-    "name", ["bf16", "fp8_delayed+swiglu", pytest.param("fp8_jit", marks=pytest.mark.exhaustive)]
+    ("name", "keeps"),
+    [
+        ("bf16", True),
+        ("fp8_delayed+swiglu", False),
+        pytest.param("fp8_delayed+swiglu", True, marks=pytest.mark.exhaustive),
+        pytest.param("fp8_jit", True, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_kernels_are_what_happens(name: str) -> None:
-    found = watch(name, backend=BackendChoice.cuda)
+def test_kernels_are_what_happens(name: str, keeps: bool) -> None:
+    """keeps: linears keep a transposed copy of their weight."""
+
+    def choose(model: DeepSeek) -> None:
+        for layer in gemm_layers(model):
+            layer.keeps_transposed = keeps
+
+    found = watch(name, choose, backend=BackendChoice.cuda)
     assert [finding for finding in found.findings if not finding.agrees] == []
     names = {finding.name for finding in found.findings}
     for kind in ("layers.0.attn_norm statistics", "layers.1.moe.gate scores", "optim arithmetic"):

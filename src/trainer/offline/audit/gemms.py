@@ -176,6 +176,9 @@ def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
         if to is not None and is_forward and name.endswith("gate_up"):
             recorder.rows_of_tokens(a)
 
+    def in_order(copy: Tensor, w: Tensor) -> None:
+        recorder._by_address[copy.data_ptr()] = recorder._by_address[w.data_ptr()]
+
     def weight_gradient(dw: Tensor, a: Tensor, a_inv: Tensor, b: Tensor, *rest: Any) -> None:
         recorder.weight_gradient(a, b, dw)
 
@@ -190,7 +193,7 @@ def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
         if result[3].numel():
             recorder.saved_by_swiglu(result[2])
 
-    products = {"_nt": product, "_wgrad": weight_gradient, "_wgrad_bf16": weight_gradient_bf16}
+    products = {"_in_order": in_order, "_nt": product, "_wgrad": weight_gradient, "_wgrad_bf16": weight_gradient_bf16}
     return products | {"combine": combine, "swiglu": swiglu}
 
 
