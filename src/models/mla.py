@@ -33,6 +33,8 @@ Legend: B batch, S sequence, D hidden, H heads, N nope, R rope, V value width of
 positions, L positions in a cache.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -107,7 +109,7 @@ class MLA(nn.Module):
         self.q_head_norm, self.k_head_norm = head_norm("q_head_norm"), head_norm("k_head_norm")
         row = plan.core(f"{name}.core", num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, qk_bound)
         self.core_dtype = row.recipe.output.dtype
-        self.core = AttentionCore(row) if row.recipe.is_fp8 else attention_core
+        self.core: AttentionCore | Callable[..., Tensor] = AttentionCore(row) if row.recipe.is_fp8 else attention_core
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
@@ -212,14 +214,10 @@ class MLA(nn.Module):
         if self.context is not None:  # from here to the result: all positions, own heads
             k_rope = self.context.for_heads(k_rope[:, :, 0], self.num_heads // self.context.size)
             q_BSHd, kv_BSHx = self.context.to_heads(q_BSHd), self.context.to_heads(kv_BSHx)
-        if self.k_head_norm is None:
-            q, k, v_BSHV = attention_inputs(q_BSHd, kv_BSHx, k_rope, rope_2SP, self.kernels)
-        else:
-            k_nope, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
-            k = torch.cat([k_nope, k_rope.expand(-1, -1, q_BSHd.shape[2], -1)], -1)
-            q = rotate_last(normed(q_BSHd, self.q_head_norm), rope_2SP)
-            k = rotate_last(normed(k, self.k_head_norm), rope_2SP)
-        q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q, k, v_BSHV))
+        norms = None if self.q_head_norm is None or self.k_head_norm is None else (self.q_head_norm, self.k_head_norm)
+        cast = self.core.static_cast if isinstance(self.core, AttentionCore) else None
+        made = attention_inputs(q_BSHd, kv_BSHx, k_rope, rope_2SP, self.kernels, norms, cast)
+        q_BHSd, k_BHSd, v_BHSV = (_heads_first(x, self.core_dtype) for x in made)
         out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask, self.max_logits.row)
         out_BSHV = out_BHSV.transpose(1, 2)
         if self.context is not None:
@@ -232,6 +230,13 @@ class MLA(nn.Module):
         if self.q_a is None or self.q_norm is None:
             return self.q(x)
         return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
+
+
+def _heads_first(x: Tensor | Operand, dtype: torch.dtype) -> Tensor | Operand:
+    """Return x [B, S, H, ...] as [B, H, S, ...]; a tensor in `dtype`."""
+    if isinstance(x, Operand):
+        return Operand(x.carrier.transpose(1, 2), x.data.transpose(1, 2), x.scale_inv, x.kept)
+    return x.to(dtype).transpose(1, 2)
 
 
 class LatentCache:

@@ -36,7 +36,9 @@ from precision.formats import BY_NAME, Format, read_back, saturating_cast
 from precision.linear import quantize
 from precision.max_logits import raise_max_logits
 from precision.observe import every, is_observed, is_sampled, show, show_rows
+from precision.operand import Operand
 from precision.operators import operator
+from precision.rotary import StaticCast
 from precision.rows import CUDA, CoreRow, GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 
@@ -62,16 +64,17 @@ class AttentionCore(nn.Module):
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
+        q: Tensor | Operand,
+        k: Tensor | Operand,
         v: Tensor,
         scale: float,
         mask: Tensor | None = None,
         max_logits_H: Tensor | None = None,
     ) -> Tensor:
-        """Compute the same as `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16; returns [B, H, S,
-        V] BF16."""
+        """Compute the same as `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16, or q and k cast by
+        `static_cast`; returns [B, H, S, V] BF16."""
         if not self.in_fp8:
+            assert isinstance(q, Tensor) and isinstance(k, Tensor)
             return attention_core(q, k, v, scale, mask, max_logits_H)
         operands = [
             *self._cast(q, self.q_slot),
@@ -80,10 +83,21 @@ class AttentionCore(nn.Module):
         ]
         slots = self.grad_slot, self.scores_slot
         rows = [row for slot in slots for row in (slot.scale, slot.amax, slot.place)]
+        q, k = (x.carrier if isinstance(x, Operand) else x for x in (q, k))
         return _Core.apply(q, k, v, *operands, mask, *rows, max_logits_H, scale, self.recipe)
 
-    def _cast(self, x: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
+    @property
+    def static_cast(self) -> StaticCast | None:
+        """Return how a kernel may cast q and k for this core; None: the core casts them."""
+        q_amax, k_amax = self.q_slot.amax, self.k_slot.amax
+        if self.static is None or not self.in_fp8 or self.recipe.backend != CUDA or q_amax is None or k_amax is None:
+            return None
+        return StaticCast(self.static, q_amax, k_amax)
+
+    def _cast(self, x: Tensor | Operand, slot: Slot) -> tuple[Tensor, Tensor]:
         """Return queries or keys in FP8 and their inverse scale; record the amax."""
+        if isinstance(x, Operand):
+            return x.data, x.scale_inv
         if self.static is None:
             return _quantize_heads(x, slot, self.recipe)
         assert slot.amax is not None, "precision.bind(model, ...) has not been called"

@@ -8,6 +8,7 @@ missing optional tensor is empty. In a sampled step an operator shows rows of it
 import torch
 from torch import Tensor
 
+from precision.formats import E4M3
 from precision.kernels import cast as _cast
 from precision.kernels import const
 from precision.kernels import norm as _norm
@@ -154,6 +155,39 @@ def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[
 @torch.library.register_fake(rotate_heads)
 def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+@operator("norm_and_rotate_heads", mutates_args=("q_amax", "k_amax"))
+def norm_and_rotate_heads(
+    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float, q_amax: Tensor, k_amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.rotary.norm_and_rotate_heads`."""
+    inputs = q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous()
+    return _rotary.norm_and_rotate_heads(*inputs, eps, scale, q_amax, k_amax)
+
+
+@torch.library.register_fake(norm_and_rotate_heads)
+def _(
+    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float, q_amax: Tensor, k_amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, rstd = E4M3.dtype if scale else q.dtype, {"dtype": torch.float32}
+    heads = q.shape[:3]
+    return *(q.new_empty(q.shape, dtype=out) for _ in "qk"), *(q.new_empty(heads, **rstd) for _ in "qk")
+
+
+@operator("norm_and_rotate_heads_backward")
+def norm_and_rotate_heads_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, k_rope: Tensor, q_rstd: Tensor,
+    k_rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `kernels.rotary.rotate_heads_backward`."""
+    normed = q.contiguous(), kv.contiguous(), k_rope.contiguous(), q_rstd, k_rstd
+    return _rotary.rotate_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous(), normed)
+
+
+@torch.library.register_fake(norm_and_rotate_heads_backward)
+def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, k_rope: Tensor, *rstd: Tensor):
+    return q.new_empty(q.shape), q.new_empty(kv.shape), q.new_empty(k_rope.shape)
 
 
 @operator("rotate_heads_backward")

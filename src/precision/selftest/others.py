@@ -151,27 +151,48 @@ def _in_fp8(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def heads(device: torch.device) -> None:
-    """Check queries and keys after RoPE, and their gradients, also in another memory order."""
+    """Check queries and keys after RoPE, and their gradients, also in another memory order; with norms before it, and
+    in FP8."""
     for S, H, N, R, V in ((5, 3, 24, 8, 16), (3, 17, 128, 64, 128)):
         sizes = (H, N + R), (H, N + V), (R,)
         q, kv, k_rope = (plain(device, 2, S, *size, seed=i) for i, size in enumerate(sizes))
         angle = plain(device, S, R // 2, dtype=torch.float32)
         table = torch.stack([angle.cos(), angle.sin()])
-        wide = [t.double().requires_grad_() for t in (q, kv, k_rope)]
-        exact = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double())
         probes = [plain(device, 2, H, S, width, seed=i).transpose(1, 2) for i, width in enumerate((N + R, N + R, V))]
-        torch.autograd.backward(exact, [probe.double() for probe in probes])
-        where = f"with {H} heads of {N} + {R} and {V}"
-        for name, ours, want in zip("qk", rotary.rotate_heads(q, kv, k_rope, table), exact, strict=False):
-            near(ours, want.detach(), BF16_ROUNDING, f"{name} {where}")
-        for name, ours, leaf in zip(
-            ("q", "kv", "k_rope"),
-            rotary.rotate_heads_backward(probes[0], probes[1], probes[2], table),
-            wide,
-            strict=True,
-        ):
-            assert leaf.grad is not None
-            near(ours, leaf.grad, BF16_ROUNDING, f"gradient of {name} {where}")
+        dq, dk, dv = probes
+        for eps in (None, 1e-2):
+            wide = [t.double().requires_grad_() for t in (q, kv, k_rope)]
+            norms = None if eps is None else (_HeadNorm(eps), _HeadNorm(eps))
+            exact = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double(), norms=norms)
+            torch.autograd.backward(exact, [probe.double() for probe in probes])
+            where, kept, rounding = f"with {H} heads of {N} + {R} and {V}, eps {eps}", None, BF16_ROUNDING
+            if eps is None:
+                ours = rotary.rotate_heads(q, kv, k_rope, table)
+            else:
+                amaxes, rounding = torch.zeros(2, device=device), 2 * BF16_ROUNDING  # of the norm and of RoPE
+                given = q, kv, k_rope, table, eps
+                *ours, q_rstd, k_rstd = rotary.norm_and_rotate_heads(*given, 0.0, *amaxes)
+                *in_fp8, _, _ = rotary.norm_and_rotate_heads(*given, 16.0, *amaxes)
+                kept = q, kv, k_rope, q_rstd, k_rstd
+                for name, made, data, amax in zip("qk", ours, in_fp8, amaxes, strict=True):
+                    same(data, saturating_cast(made, amax.new_tensor(16.0), E4M3), f"{name} in FP8 {where}")
+                    same(amax, made.abs().amax().float(), f"amax of {name} {where}")
+            for name, made, want in zip("qk", ours, exact, strict=False):
+                near(made, want.detach(), rounding, f"{name} {where}")
+            gradients = rotary.rotate_heads_backward(dq, dk, dv, table, kept)
+            for name, made, leaf in zip(("q", "kv", "k_rope"), gradients, wide, strict=True):
+                assert leaf.grad is not None
+                near(made, leaf.grad, BF16_ROUNDING, f"gradient of {name} {where}")
+
+
+class _HeadNorm:
+    """The norm of a head in plain PyTorch."""
+
+    def __init__(self, eps: float):
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
 def optimizer(device: torch.device) -> None:

@@ -62,7 +62,7 @@ jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
 from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_schulz, norm, route, swiglu
-from precision.kernels import fp8_attention, swiglu_blocks, topk_experts, weights
+from precision.kernels import fp8_attention, rotary, swiglu_blocks, topk_experts, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = newton_schulz._multiprocessors = lambda device: 132
@@ -108,6 +108,13 @@ if mode == 1:
     topk_experts.choose(floats(R, 64), floats(64), 6, 1, 1)
     topk_experts.choose(floats(R, 256), floats(256), 8, 8, 4)
     norm.rms_norm_backward(new(R, D), new(R, D), floats(D), floats(R))
+    heads, values, table = new(1, R, 16, 192), new(1, R, 16, 128), floats(2, R, 32)
+    given = heads, new(1, R, 16, 256), new(1, R, 64)
+    rotary.rotate_heads(*given, table)
+    rotary.rotate_heads_backward(heads, heads, values, table)
+    for scale in (0.0, 32.0):
+        rstd = rotary.norm_and_rotate_heads(*given, table, 1e-6, scale, one, one)[2:]
+    rotary.rotate_heads_backward(heads, heads, values, table, (*given, *rstd))
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
     grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to, torch.bfloat16)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from models import DeepSeek, ModelConfig
+from models.config import NormPosition
 from models.matrices import division
 from precision import Feed, Plan, PrecisionConfig, bind, fp8_attention, gemm_layers
 from precision.backends.reference import ReferenceBackend
@@ -54,6 +55,8 @@ def watch(
     muon: bool = False,
 ) -> Audit:
     config, of_model = load(name), MODEL if backend is BackendChoice.reference else FEW_KERNELS
+    if name == "fp8_full":
+        of_model = dataclasses.replace(of_model, norm_position=NormPosition.post, qk_norm=True)
     config.rules.exceptions = exceptions or []
     config.backend = backend
     plan = Plan(config, of_model.num_layers, None if backend is BackendChoice.reference else Gpu("NVIDIA H200", (9, 0)))
@@ -208,6 +211,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
     [
         ("bf16", True),
         ("fp8_delayed+swiglu", False),
+        ("fp8_full", True),
         pytest.param("fp8_delayed+swiglu", True, marks=pytest.mark.exhaustive),
         pytest.param("fp8_jit", True, marks=pytest.mark.exhaustive),
     ],
@@ -222,7 +226,8 @@ def test_kernels_are_what_happens(name: str, keeps: bool) -> None:
     found = watch(name, choose, backend=BackendChoice.cuda)
     assert [finding for finding in found.findings if not finding.agrees] == []
     names = {finding.name for finding in found.findings}
-    for kind in ("layers.0.attn_norm statistics", "layers.1.moe.gate scores", "optim arithmetic"):
+    norm = "attn.q_head_norm" if name == "fp8_full" else "attn_norm"
+    for kind in (f"layers.0.{norm} statistics", "layers.1.moe.gate scores", "optim arithmetic"):
         assert kind in names
     assert "layers.1.moe.experts.down" in found.probes or "layers.1.moe.experts.gate_up" in found.probes
     assert any("registers" in line for line in found.unseen), "kernels are not seen through"

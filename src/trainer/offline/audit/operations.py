@@ -57,6 +57,12 @@ class Operations(TorchDispatchMode):
             self._seen.note(inside, out.dtype)
         elif op == "rms_norm":
             self._note_norm(inside, args[0], args[2], out[3])
+        elif op == "norm_and_rotate_heads":
+            q, kv, k_rope = args[:3]
+            k_nope = kv[..., : q.shape[-1] - k_rope.shape[-1]]
+            k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, q.shape[2], -1)], -1)
+            for which, x, rstd in (("q", q, out[2]), ("k", k, out[3])):
+                self._note_norm(f"{inside}.{which}_head_norm", x, args[4], rstd.flatten())
         elif op.startswith(ATTENTION) and "backward" not in op:
             self._seen.note(f"{inside}.core", args[0].dtype)
             if op in FUSED:
@@ -79,7 +85,7 @@ class Operations(TorchDispatchMode):
 
     def _note_norm(self, inside: str, x: Tensor, eps: float, rstd: Tensor) -> None:
         """Compare the statistic that a fused norm returns with float64. The rest stays in registers."""
-        exact = (x.double().square().mean(-1) + eps).rsqrt()
+        exact = (x.double().square().mean(-1) + eps).rsqrt().flatten()
         self._seen.note(inside, rstd.dtype)
         self._seen.note_error(inside + STATISTICS, rstd, exact)
 
