@@ -13,6 +13,7 @@ from torch import Tensor
 
 from precision.operand import Operand, placeholder
 from precision.proof import ROTARY, refused
+from precision.scaling import record_amax
 
 
 def apply_rope(x_BSHR: Tensor, rope_2SP: Tensor) -> Tensor:
@@ -124,14 +125,16 @@ class _NormAndRotate(torch.autograd.Function):
         from precision.kernels import ops
 
         key = k_rope[:, :, 0]
-        rows = (rope.new_empty(()) if row is None else row for row in (q_amax, k_amax))
-        q_out, k_out, *rstd = ops.norm_and_rotate_heads(q, kv, key, rope, eps, scale, *rows)
+        q_out, k_out, *rstd, amaxes = ops.norm_and_rotate_heads(q, kv, key, rope, eps, scale)
         ctx.save_for_backward(rope, q, kv, key, *rstd)
         v = kv[..., q.shape[-1] - key.shape[-1] :]
         if not scale:
             none = q.new_empty(0), q.new_empty(0)
             ctx.mark_non_differentiable(*none)
             return q_out, k_out, v, *none
+        for row, amax in zip((q_amax, k_amax), amaxes, strict=True):
+            assert row is not None
+            record_amax(row, amax)
         ctx.mark_non_differentiable(q_out, k_out)
         return placeholder(q), placeholder(q), v, q_out, k_out
 

@@ -157,22 +157,22 @@ def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-@operator("norm_and_rotate_heads", mutates_args=("q_amax", "k_amax"))
+@operator("norm_and_rotate_heads")
 def norm_and_rotate_heads(
-    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float, q_amax: Tensor, k_amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.rotary.norm_and_rotate_heads`."""
     inputs = q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous()
-    return _rotary.norm_and_rotate_heads(*inputs, eps, scale, q_amax, k_amax)
+    return _rotary.norm_and_rotate_heads(*inputs, eps, scale)
 
 
 @torch.library.register_fake(norm_and_rotate_heads)
 def _(
-    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float, q_amax: Tensor, k_amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, rstd = E4M3.dtype if scale else q.dtype, {"dtype": torch.float32}
-    heads = q.shape[:3]
-    return *(q.new_empty(q.shape, dtype=out) for _ in "qk"), *(q.new_empty(heads, **rstd) for _ in "qk")
+    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, heads, wide = E4M3.dtype if scale else q.dtype, q.shape[:3], {"dtype": torch.float32}
+    made, rstd = ([q.new_empty(q.shape, dtype=out) for _ in "qk"], [q.new_empty(heads, **wide) for _ in "qk"])
+    return made[0], made[1], rstd[0], rstd[1], q.new_empty(2, **wide)
 
 
 @operator("norm_and_rotate_heads_backward")

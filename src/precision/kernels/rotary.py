@@ -61,7 +61,7 @@ def _store_turned(to, nope, rope, n, p, cos, sin, inside, half, scale, F8: tl.co
 
 @triton.jit
 def _forward_kernel(
-    q, kv, k_rope, table, q_out, k_out, q_rstd, k_rstd, q_amax, k_amax, S, H, eps, scale, NORM: tl.constexpr,
+    q, kv, k_rope, table, q_out, k_out, q_rstd, k_rstd, amaxes, S, H, eps, scale, NORM: tl.constexpr,
     F8: tl.constexpr, N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +93,8 @@ def _forward_kernel(
         most = _store_turned(q_out + to, q_nope, q_rope, n, p, cos, sin, nope, half, scale, F8, N, R)
         q_most = tl.maximum(q_most, most)
     if F8 is not None:
-        tl.atomic_max(q_amax, q_most, sem="relaxed")
-        tl.atomic_max(k_amax, k_most, sem="relaxed")
+        tl.atomic_max(amaxes, q_most, sem="relaxed")
+        tl.atomic_max(amaxes + 1, k_most, sem="relaxed")
 
 
 @triton.jit
@@ -171,26 +171,30 @@ def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[
     (B, S, H, D), R = q.shape, k_rope.shape[-1]
     q_out, k_out, none = torch.empty_like(q), torch.empty_like(q), table
     _forward_kernel[(B * S,)](
-        q, kv, k_rope, table, q_out, k_out, none, none, none, none, S, H, 0.0, 1.0, NORM=False, F8=None,
+        q, kv, k_rope, table, q_out, k_out, none, none, none, S, H, 0.0, 1.0, NORM=False, F8=None,
         V=kv.shape[-1] - D + R, **_sizes(H, D - R, R), num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
 
 def norm_and_rotate_heads(
-    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float, q_amax: Tensor, k_amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q' and k' [B, S, H, N + R] and 1 / rms of q and k [B, S, H] FP32; arguments as of `rotate_heads`, with
-    k_rope before RoPE. scale: of a result in E4M3, which raises the arena rows q_amax and k_amax; 0: BF16."""
+    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return q' and k' [B, S, H, N + R], 1 / rms of q and k [B, S, H] FP32, and the amaxes of q' and k' [2] FP32 (zeros
+    in BF16); arguments as of `rotate_heads`, with k_rope before RoPE. scale: of q' and k' in E4M3; 0: they are BF16.
+
+    The amaxes are returned, not written into the arena: see `ffn_ops.ffn_backward`.
+    """
     (B, S, H, D), R = q.shape, k_rope.shape[-1]
     q_out, k_out = (torch.empty_like(q, dtype=E4M3.dtype if scale else q.dtype) for _ in range(2))
-    rstd = torch.empty(2, B, S, H, device=q.device, dtype=torch.float32)
+    q_rstd, k_rstd = (torch.empty(B, S, H, device=q.device, dtype=torch.float32) for _ in range(2))
+    amaxes = torch.zeros(2, device=q.device)
     _forward_kernel[(B * S,)](
-        q, kv, k_rope, table, q_out, k_out, rstd[0], rstd[1], as_bits(q_amax), as_bits(k_amax), S, H, eps, scale,
+        q, kv, k_rope, table, q_out, k_out, q_rstd, k_rstd, as_bits(amaxes), S, H, eps, scale,
         NORM=True, F8=TRITON_FP8[E4M3.dtype] if scale else None, V=kv.shape[-1] - D + R, **_sizes(H, D - R, R, 8),
         num_warps=4,
     )  # fmt: skip
-    return q_out, k_out, rstd[0], rstd[1]
+    return q_out, k_out, q_rstd, k_rstd, amaxes
 
 
 def rotate_heads_backward(

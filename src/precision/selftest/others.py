@@ -169,10 +169,9 @@ def heads(device: torch.device) -> None:
             if eps is None:
                 ours = rotary.rotate_heads(q, kv, k_rope, table)
             else:
-                amaxes, rounding = torch.zeros(2, device=device), 2 * BF16_ROUNDING  # of the norm and of RoPE
-                given = q, kv, k_rope, table, eps
-                *ours, q_rstd, k_rstd = rotary.norm_and_rotate_heads(*given, 0.0, *amaxes)
-                *in_fp8, _, _ = rotary.norm_and_rotate_heads(*given, 16.0, *amaxes)
+                given, rounding = (q, kv, k_rope, table, eps), 2 * BF16_ROUNDING  # of the norm and of RoPE
+                *ours, q_rstd, k_rstd, _ = rotary.norm_and_rotate_heads(*given, 0.0)
+                *in_fp8, _, _, amaxes = rotary.norm_and_rotate_heads(*given, 16.0)
                 kept = q, kv, k_rope, q_rstd, k_rstd
                 for name, made, data, amax in zip("qk", ours, in_fp8, amaxes, strict=True):
                     same(data, saturating_cast(made, amax.new_tensor(16.0), E4M3), f"{name} in FP8 {where}")

@@ -113,7 +113,7 @@ if mode == 1:
     rotary.rotate_heads(*given, table)
     rotary.rotate_heads_backward(heads, heads, values, table)
     for scale in (0.0, 32.0):
-        rstd = rotary.norm_and_rotate_heads(*given, table, 1e-6, scale, one, one)[2:]
+        rstd = rotary.norm_and_rotate_heads(*given, table, 1e-6, scale)[2:4]
     rotary.rotate_heads_backward(heads, heads, values, table, (*given, *rstd))
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
     grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)

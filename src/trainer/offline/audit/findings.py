@@ -38,10 +38,10 @@ class Observations:
         """Add an observation."""
         self._words[row].add(NAME_OF.get(what, str(what)) if isinstance(what, torch.dtype) else what)
 
-    def note_error(self, row: str, ours: Tensor, exact: Tensor) -> None:
-        """Infer the arithmetic of a result from its distance to float64, and add it."""
-        error = (ours.double() - exact).norm() / exact.norm().clamp_min(1e-300)
-        self.note(row, "fp32" if bool(error <= FP32_ERROR) else "less than fp32")
+    def note_error(self, row: str, ours: Tensor, exact: Tensor, slack: float = 0.0) -> None:
+        """Infer the arithmetic of a result from its distance to float64, and add it. slack: what its inputs err."""
+        allowed = FP32_ERROR * exact.norm().clamp_min(1e-300) + slack
+        self.note(row, "fp32" if bool((ours.double() - exact).norm() <= allowed) else "less than fp32")
 
     def at(self, row: str) -> str:
         """Return all observations at a row."""

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import DeepSeek
 from precision import ScalingArena
-from precision.formats import read_back
+from precision.backends.products import truncated_matmul
+from precision.formats import fp8_values, read_back
 from trainer.offline.audit.core import BACKWARD, FORWARD, CoreRecorder
 from trainer.offline.audit.findings import Observations
-from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
+from trainer.offline.audit.gemms import CUDA, EXPERTS, GemmRecorder
 
 SCORES, SOFTMAX, STATISTICS = " scores", " softmax", " statistics"
 """Observed beside the plan's rows: all of it is FP32 in every recipe."""
@@ -71,7 +72,8 @@ class Operations(TorchDispatchMode):
             self._seen.note(inside, args[0].dtype)
             self._core.forward(inside, args, out[0])
             q, k = (read_back(data, inv) for data, inv in (args[0:2], args[2:4]))
-            self._note_softmax(inside, (q, k), {"scale": args[7]}, out[1], 1.0, op)
+            slack = _tensor_core_error(*args[:4]) * args[7] if args[8] == CUDA else 0.0
+            self._note_softmax(inside, (q, k), {"scale": args[7]}, out[1], 1.0, op, slack)
         elif op == BACKWARD:
             self._core.backward(args, out)
         elif inside.endswith(".moe.gate") and op in ("sigmoid", "_softmax"):
@@ -89,12 +91,23 @@ class Operations(TorchDispatchMode):
         self._seen.note(inside, rstd.dtype)
         self._seen.note_error(inside + STATISTICS, rstd, exact)
 
-    def _note_softmax(self, row: str, args: Any, kwargs: dict, lse: Tensor, unit: float, op: str) -> None:
-        """Compare the log-sum-exp of the last query of a head with float64, over the scores that it attends to."""
+    def _note_softmax(
+        self, row: str, args: Any, kwargs: dict, lse: Tensor, unit: float, op: str, slack: float = 0.0
+    ) -> None:
+        """Compare the log-sum-exp of the last query of a head with float64, over the scores that it attends to. slack:
+        error of the scores."""
         q, k = args[0], args[1]
         scale = args[4] if op == "document_attention" else kwargs["scale"]
         first = int(args[3][0, 0, -1]) if op == "document_attention" else 0
         scores = (k[0, 0, first:].double() @ q[0, 0, -1].double()) * scale
         ours, exact = lse[0, 0, q.shape[2] - 1].flatten() / unit, scores.logsumexp(0)[None]
         one = torch.ones_like(exact)  # the sum that an error is relative to if its logarithm is near 0
-        self._seen.note_error(row + SOFTMAX, torch.cat([ours.to(one.dtype), one]), torch.cat([exact, one]))
+        self._seen.note_error(row + SOFTMAX, torch.cat([ours.to(one.dtype), one]), torch.cat([exact, one]), slack)
+
+
+def _tensor_core_error(q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor) -> float:
+    """Return the largest error of the scores of the last query of a head, as FP8 tensor cores sum them over its
+    features; a log-sum-exp then errs by as much or less."""
+    query, keys = fp8_values(q8[0, 0, -1:]), fp8_values(k8[0, 0])
+    exact = query.double() @ keys.double().T
+    return float((truncated_matmul(query, keys.T) - exact).abs().max() * q_inv * k_inv)
