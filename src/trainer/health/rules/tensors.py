@@ -101,9 +101,12 @@ class _CastShare(Rule):
         self._before = set(found) if step > self.SETTLED else set()
         return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
 
+    def _helps_with(self, name: str) -> bool:
+        return self._helps
+
     def _alert(self, step: int, name: str, share: float) -> Alert:
         which = f"of {name}" if name else "of a tensor in FP8"
-        other = f"{self.recipe}, or " if self._helps else ""
+        other = f"{self.recipe}, or " if self._helps_with(name) else ""
         message = (
             f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.reason}: "
             f"{other}keep this tensor in BF16 (precision.rules.exceptions)"
@@ -131,6 +134,9 @@ class Underflown(_CastShare):
 
     def __init__(self, share: float, scaling: ScalingConfig | None = None):
         super().__init__(share, scaling is None or scaling.granularity is not Granularity.block)
+
+    def _helps_with(self, name: str) -> bool:
+        return self._helps and ".attn.core" not in name  # whose operands have one scale each in every recipe
 
 
 class MaxLogit(Rule):

@@ -274,3 +274,12 @@ def test_a_cast_is_not_advised_the_scales_that_it_has(rule: type[Saturated | Und
         lines = [{"step": step, f"fp8/{rule.key}_worst": 0.5} for step in (110, 120, 130)]
         message = next(alert.message for line in lines for alert in alerts.check(line))
         assert (other in message) == says and "keep this tensor in BF16" in message
+
+
+def test_attention_is_not_advised_scales_that_it_cannot_have() -> None:
+    rule, name = Underflown(0.01, ScalingConfig()), "layers.3.attn.core.scores:grad"
+    inside = {"names": {"fp8": [name, "layers.3.attn.o:grad"]}, "fp8": {"underflown": [0.4, 0.3]}}
+    rule.check(110, {}, inside)
+    core, linear = rule.check(120, {}, inside) or []
+    assert name in core.message and "keep this tensor in BF16" in core.message
+    assert "fp8_block" in linear.message and "fp8_block" not in core.message
