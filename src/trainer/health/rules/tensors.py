@@ -136,7 +136,7 @@ class Underflown(_CastShare):
         super().__init__(share, scaling is None or scaling.granularity is not Granularity.block)
 
     def _helps_with(self, name: str) -> bool:
-        return self._helps and ".attn.core" not in name  # whose operands have one scale each in every recipe
+        return self._helps and ".attn.core" not in name  # one scale a tensor in every recipe
 
 
 class MaxLogit(Rule):
