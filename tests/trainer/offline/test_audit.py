@@ -260,6 +260,23 @@ def test_the_audit_notices_a_difference_inside_an_operator(monkeypatch: pytest.M
     assert wrong["layers.0.attn.o"].endswith("sums fp32+fast")
 
 
+@needs_triton
+def test_a_coarse_softmax_of_attentions_kernels_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor cores' sums of scores are allowed for; one step of BF16 is not within that."""
+    from precision.kernels import fp8_attention as kernels
+
+    forward = kernels.forward
+
+    def coarse(*args: Any) -> Any:
+        out, lse = forward(*args)
+        return out, lse * (1 + 2.0**-8)
+
+    monkeypatch.setattr(kernels, "forward", coarse)
+    found = watch("fp8_full", backend=BackendChoice.cuda)
+    wrong = {finding.name for finding in found.findings if not finding.agrees}
+    assert wrong == {"layers.0.attn.core softmax", "layers.1.attn.core softmax"}
+
+
 def test_a_probe_measures_the_bias_of_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(load("fp8_delayed"), 1)
     row = plan.gemm("layers.0.ffn.down", "ffn", 64, 32)
