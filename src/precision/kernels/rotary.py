@@ -42,7 +42,7 @@ def _normed(nope, rope, D: tl.constexpr, eps):
 @triton.jit
 def _store_turned(to, nope, rope, n, p, cos, sin, inside, half, scale, F8: tl.constexpr, N: tl.constexpr,
                   R: tl.constexpr):  # fmt: skip
-    """Store [nope ; turn(rope)], in FP8 if F8; return the largest abs, as bits."""
+    """Store [nope ; turn(rope)], in FP8 if F8; return the abs of nope and of both halves of turn(rope), as bits."""
     even, odd = tl.split(tl.reshape(rope, (rope.shape[0], rope.shape[1] // 2, 2)))
     left, right = as_bf16(even * cos - odd * sin), as_bf16(odd * cos + even * sin)
     at = to + N + p
@@ -50,13 +50,17 @@ def _store_turned(to, nope, rope, n, p, cos, sin, inside, half, scale, F8: tl.co
         tl.store(to + n, nope.to(tl.bfloat16), mask=inside)
         tl.store(at, left.to(tl.bfloat16), mask=half)
         tl.store(at + R // 2, right.to(tl.bfloat16), mask=half)
-        return tl.full((), 0, tl.int32)
     else:
         tl.store(to + n, to_fp8(nope * scale, F8, 448.0), mask=inside)
         tl.store(at, to_fp8(left * scale, F8, 448.0), mask=half)
         tl.store(at + R // 2, to_fp8(right * scale, F8, 448.0), mask=half)
-        turned = tl.maximum(tl.max(abs_bits(left)), tl.max(abs_bits(right)))
-        return tl.maximum(tl.max(abs_bits(nope)), turned)
+    return abs_bits(nope), tl.maximum(abs_bits(left), abs_bits(right))
+
+
+@triton.jit
+def _record(amax, nope, rope):
+    """Raise the amax to the largest of both."""
+    tl.atomic_max(amax, tl.maximum(tl.max(nope), tl.max(rope)), sem="relaxed")
 
 
 @triton.jit
@@ -70,7 +74,8 @@ def _forward_kernel(
     cos, sin = _angles(table, S, p, R)
     p = p[None, :]
     key = tl.load(k_rope + t * R + r, mask=r < R, other=0.0)
-    q_most, k_most = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    q_nope_most, k_nope_most = tl.zeros((BH, BN), tl.int32), tl.zeros((BH, BN), tl.int32)
+    q_rope_most, k_rope_most = tl.zeros((BH, BR // 2), tl.int32), tl.zeros((BH, BR // 2), tl.int32)
     for first in range(0, H, BH):
         h = first + tl.arange(0, BH)[:, None]
         to = (t * H + h) * (N + R)
@@ -83,18 +88,18 @@ def _forward_kernel(
             keys = tl.where(rope, key.to(tl.float32), 0.0)
             k_nope, keys, one = _normed(k_nope.to(tl.float32), keys, N + R, eps)
             tl.store(k_rstd + at, one, mask=first + tl.arange(0, BH) < H)
-            most = _store_turned(k_out + to, k_nope, keys, n, p, cos, sin, nope, half, scale, F8, N, R)
-            k_most = tl.maximum(k_most, most)
+            one, two = _store_turned(k_out + to, k_nope, keys, n, p, cos, sin, nope, half, scale, F8, N, R)
+            k_nope_most, k_rope_most = tl.maximum(k_nope_most, one), tl.maximum(k_rope_most, two)
             q_nope, q_rope, one = _normed(q_nope, q_rope, N + R, eps)
             tl.store(q_rstd + at, one, mask=first + tl.arange(0, BH) < H)
         else:
             tl.store(k_out + to + n, k_nope, mask=nope)
             tl.store(k_out + to + N + r, tl.broadcast_to(key, (BH, BR)), mask=rope)
-        most = _store_turned(q_out + to, q_nope, q_rope, n, p, cos, sin, nope, half, scale, F8, N, R)
-        q_most = tl.maximum(q_most, most)
+        one, two = _store_turned(q_out + to, q_nope, q_rope, n, p, cos, sin, nope, half, scale, F8, N, R)
+        q_nope_most, q_rope_most = tl.maximum(q_nope_most, one), tl.maximum(q_rope_most, two)
     if F8 is not None:
-        tl.atomic_max(amaxes, q_most, sem="relaxed")
-        tl.atomic_max(amaxes + 1, k_most, sem="relaxed")
+        _record(amaxes, q_nope_most, q_rope_most)
+        _record(amaxes + 1, k_nope_most, k_rope_most)
 
 
 @triton.jit
