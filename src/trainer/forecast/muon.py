@@ -13,7 +13,7 @@ from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, stage_models
 from trainer.optim.build_optimizer import muon_layouts, muon_rows
 from trainer.optim.exchange import fragment
-from trainer.optim.orthogonalise import DTYPES, flops, polynomials
+from trainer.optim.orthogonalise import CARRIED, DTYPES, flops, polynomials
 from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
@@ -62,13 +62,14 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
     assert config.optim.muon is not None
     found = list(_owners(config, plan, degrees))
     work = max(float(work.max()) for _, _, work in found)
-    sent = max(_sent(layouts, runs, degrees.stage) for layouts, runs, _ in found)
-    mean = muon_size(config, plan, degrees).flops
-    return work / mean, sent * DTYPES[config.optim.muon.iteration].itemsize
+    iteration = config.optim.muon.iteration
+    sizes = CARRIED[iteration].itemsize, DTYPES[iteration].itemsize
+    sent = max(_sent(layouts, runs, degrees.stage, *sizes) for layouts, runs, _ in found)
+    return work / muon_size(config, plan, degrees).flops, sent
 
 
-def _sent(layouts: dict[str, Layout], runs: list[Run], ranks: int) -> float:
-    """Return the numbers that the rank with the largest messages sends per step."""
+def _sent(layouts: dict[str, Layout], runs: list[Run], ranks: int, there: int, back: int) -> float:
+    """Return the bytes that the rank with the largest messages sends per step. there, back: of a number."""
     sent = np.zeros(ranks)
     for run in runs:
         layout = layouts[run.name]
@@ -77,8 +78,8 @@ def _sent(layouts: dict[str, Layout], runs: list[Run], ranks: int) -> float:
         for number, part in enumerate(parts, run.first):
             numbers = fragment(run, layout, number).numel
             if part.ranks[replica] != run.owner:
-                sent[part.ranks[replica]] += numbers
-            sent[run.owner] += numbers * sum(holder != run.owner for holder in part.ranks)
+                sent[part.ranks[replica]] += numbers * there
+            sent[run.owner] += numbers * back * sum(holder != run.owner for holder in part.ranks)
     return float(sent.max())
 
 

@@ -10,6 +10,8 @@ the full run that it prepares. The usual range is ours: from a quarter of the lo
 contains the published rates of DeepSeek-V3, V2-Lite and Moonlight.
 """
 
+import math
+
 from models.flops import count_parameters
 from trainer.config import Config
 from trainer.config.timeline import Timeline
@@ -45,6 +47,14 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
         about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(steps // 100, 1)}"
         what = "the run ends before the warm-up" if warmup >= steps else "more than half of the run"
         note("optim.warmup_steps", o.warmup_steps, f"{what}, {key}={size}; {about}")
+    equal = math.log(t.sequence_length)
+    if o.qk_clip is not None and o.qk_clip <= equal:
+        what = f"log-sum-exps of equal scores over {t.sequence_length:,} positions reach {equal:.1f}"
+        note(
+            "optim.qk_clip",
+            f"{o.qk_clip:g}",
+            f"{what}, so q and k shrink in every step; 100 is usual (Kimi K2, arXiv 2507.20534)",
+        )
     if from_scratch and trained < count.total and not endless:
         what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
         note(key, size, what)

@@ -16,6 +16,7 @@ from trainer.config_diff import changed_keys
 AS_SAVED = "as_saved"
 OF_ONE_START = "debug", "profile", "dry_run", "gpu", "force_memory"
 """Keys that apply to one start of a run only."""
+MOMENTS = "precision.table.optim.moments"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def register(configs: Path, name: str, tree: Mapping[str, Any]) -> str:
     from hydra.core.config_store import ConfigStore
 
     store, primary = ConfigStore.instance(), yaml.safe_load((configs / f"{name}.yaml").read_text())
+    tree = _with_reference(tree)
     groups = {key for key in tree if (configs / key).is_dir()}
     for group in groups:
         store.store(group=group, name=AS_SAVED, node=dict(tree[group]))
@@ -91,6 +93,14 @@ def run_section(configs: Path, name: str, arguments: Sequence[str]) -> dict[str,
         return dict(OmegaConf.to_container(section, resolve=True)["run"])  # type: ignore[index, call-overload]
     except (OmegaConfBaseException, TypeError, ValueError):
         return {"dir": default}
+
+
+def _with_reference(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tree with `optim.moments` as `configs/optim` has it: what the precision table decides, which a recipe
+    or key may change."""
+    if _value(tree, MOMENTS) is None or _value(tree, MOMENTS) != _value(tree, "optim.moments"):
+        return tree
+    return {**tree, "optim": {**tree["optim"], "moments": f"${{{MOMENTS}}}"}}
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

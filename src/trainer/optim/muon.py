@@ -19,8 +19,9 @@ A skipped step writes nothing: new momentum and weights are *selected* by `ok`, 
 tokens still moves along its old momentum.
 
 Matrices of one shape (up to transposition) are computed in batches of at most `AT_ONCE` elements, which bounds the
-memory of a step. U is always rounded to the format of the iteration first, so a message does not change the result. On
-a GPU with Triton, the elementwise parts before and after the iteration are a kernel each (`precision.kernels.muon`).
+memory of a step. U is always rounded to the format in which it travels (`CARRIED`) first, so a message does not change
+the result. On a GPU with Triton, the elementwise parts before and after the iteration are a kernel each
+(`precision.kernels.muon`).
 """
 
 from collections import defaultdict
@@ -35,7 +36,7 @@ from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import LearningRate, Optimizer, foreach_norm
 from trainer.optim.exchange import Fragment, Packing, PendingExchange, Round, fragment, rounds
-from trainer.optim.orthogonalise import DTYPES, has_kernels, orthogonalise, polynomials
+from trainer.optim.orthogonalise import CARRIED, DTYPES, has_kernels, orthogonalise, polynomials
 from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.mesh import ONE_PROCESS, Degrees
 from trainer.parallel.shard_views import local, shared_like
@@ -91,7 +92,7 @@ class Muon(Optimizer):
         self._layouts = {name: each for name, each in layouts.items() if not self._parts[name].is_meta}  # this stage's
         self._ranks, self._group = degrees.stage, group
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)
-        self._dtype = DTYPES[config.muon.iteration]
+        self._dtype, self._carried = DTYPES[config.muon.iteration], CARRIED[config.muon.iteration]
         self._momentum = {name: torch.zeros_like(self._parts[name], dtype=self._moments) for name in layouts}
         runs, _ = assign(self._layouts, len(self._triples), self._ranks)
         alone, self._rounds = rounds(runs, self._layouts, self._world.rank % self._ranks, AT_ONCE)
@@ -146,7 +147,7 @@ class Muon(Optimizer):
         this, device = self._rounds[number], step.lr.device
         ready = [(batch, self._buffer(batch, device)) for batch in batches(this.owned, AT_ONCE)]
         matrices = {run: slot for batch, x in ready for run, slot in slots(batch, x)}
-        packing = Packing(this.sends, self._dtype, device)
+        packing = Packing(this.sends, self._carried, device)
         for rows in this.here:
             whole = matrices.get(rows.run)
             self._advance(
@@ -175,16 +176,16 @@ class Muon(Optimizer):
 
     def _buffer(self, batch: list[Run], device: torch.device) -> Tensor:
         """Return an empty buffer for its matrices, [matrices, m, n]."""
-        return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._dtype, device=device)
+        return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._carried, device=device)
 
     def _advance(self, step: Step, rows: Fragment, slot: Tensor | None) -> None:
-        """Compute M <- mu M + G if `ok`, and U into slot, in its format. slot None: a replica sends U."""
+        """Compute M <- mu M + G if `ok`, and U into slot, rounded to its format. slot None: a replica sends U."""
         mu, nesterov = self._muon.momentum, self._muon.nesterov
         momentum, gradient = rows.of(step.momenta[rows.run.name]), rows.of(step.gradients[rows.run.name])
         if self._kernels:
             from precision.kernels import muon  # needs Triton
 
-            slot = torch.empty_like(gradient, dtype=self._dtype) if slot is None else slot
+            slot = torch.empty_like(gradient, dtype=self._carried) if slot is None else slot
             divisor = torch.ones_like(step.lr) if step.divisor is None else step.divisor
             muon.advance(gradient, momentum, slot, step.ok, divisor, mu, nesterov)
             return

@@ -46,6 +46,8 @@ _POLAR_EXPRESS = (
 STEPS = {Coefficients.quintic: 5, Coefficients.deepseek_v4: 10, Coefficients.polar_express: 8}
 """Published number of steps of each method."""
 DTYPES = {Iteration.bf16: torch.bfloat16, Iteration.fp16: torch.float16, Iteration.fp32: torch.float32}
+CARRIED = {each: torch.float32 if each is Iteration.fp16 else dtype for each, dtype in DTYPES.items()}
+"""Format of U until it is normed: FP16 would lose small gradients, and large ones become infinite."""
 FEWEST = {Coefficients.quintic: 1, Coefficients.deepseek_v4: 3, Coefficients.polar_express: 1}
 
 

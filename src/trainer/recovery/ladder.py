@@ -63,10 +63,12 @@ class Rewind:
 
 
 class Ladder:
-    """The reactions of a run. folder: of the run; batch: windows in a batch; in_fp8: whether it has FP8."""
+    """The reactions of a run. folder: of the run; batch: windows in a batch; in_fp8, in_fp16: whether it has FP8 or
+    computes in FP16."""
 
-    def __init__(self, config: RecoveryConfig, folder: Path, batch: int, in_fp8: bool = True):
+    def __init__(self, config: RecoveryConfig, folder: Path, batch: int, in_fp8: bool = True, in_fp16: bool = False):
         self._config, self._folder, self._batch, self._in_fp8 = config, folder, batch, in_fp8
+        self._in_fp16 = in_fp16
         self.streak: list[SkippedStep] = []
         self.rewinds: list[Rewind] = []
 
@@ -133,7 +135,7 @@ class Ladder:
 
     def _advice(self, why: str) -> str:
         spikes = any("(spike)" in step.place for step in self.streak)
-        hints = ["a lower optim.lr", *(["+recipe=bf16"] if self._in_fp8 else [])]
+        hints = ["a lower optim.lr", *(["+recipe=bf16"] if self._in_fp8 or self._in_fp16 else [])]
         if spikes:
             hints.append("a higher recovery.spikes.threshold")
         elif self._in_fp8:
@@ -142,7 +144,8 @@ class Ladder:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
         listed = f"{', '.join(hints[:-1])} or {hints[-1]}" if len(hints) > 1 else hints[0]
         where = f"Look at {self._folder / 'events.jsonl'} for where each began"
-        return f"{where}; then resume with run.resume=auto and {listed}"
+        run = f"run.dir={self._folder.parent} run.name={self._folder.name} run.resume=auto"
+        return f"{where}; then resume with {run} and {listed}"
 
     @property
     def left_out(self) -> list[list[int]]:

@@ -56,16 +56,16 @@ class Injector:
         """Return the loss, with the fault if it is armed."""
         return loss * self._value if self._armed and self._config.where is InjectPlace.loss else loss
 
-    @torch.no_grad()
     def _spoil_weight(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         operand = self._layer.operand
-        if not self._armed or operand is None:
+        if not self._armed or operand is None or not torch.is_grad_enabled():  # an evaluation is not a step
             return
         master = local(self._layer.weight)
-        if operand.data.untyped_storage().data_ptr() == master.untyped_storage().data_ptr():  # FP32 computes with it
-            operand = self._layer.operand = operand._replace(data=operand.data.clone())
-        spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity: use a scale
-        spoilt.view(-1)[:1].fill_(self._value)  # one element suffices; fill_, as item assignment waits for the GPU
+        with torch.no_grad():
+            if operand.data.untyped_storage().data_ptr() == master.untyped_storage().data_ptr():  # as FP32 does
+                operand = self._layer.operand = operand._replace(data=operand.data.clone())
+            spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity
+            spoilt.view(-1)[:1].fill_(self._value)  # one element suffices; item assignment would wait for the GPU
 
 
 class FaultyProbe(nn.Module):

@@ -55,6 +55,7 @@ def test_nothing_is_unusual_about_a_sensible_run() -> None:
         ("optim.lr=1e-6", None, None, "optim.lr=1e-06: "),
         ("trainer.max_steps=400", None, None, "optim.warmup_steps=500: the run ends before the warm-up"),
         ("trainer.max_steps=900", None, None, "optim.warmup_steps=500: more than half of the run"),
+        ("optim.qk_clip=8", None, None, "optim.qk_clip=8: log-sum-exps of equal scores over 4,096 positions reach 8.3"),
         ("trainer.max_steps=501", None, None, "trainer.max_steps=501: 262,668,288 tokens for"),
         ("model.num_mtp_layers=1", 1_000_000_000, 250_000, "trainer.max_steps=11445: 6.0 epochs of the text"),
         ("trainer.max_steps=1000", 1_000_000, 500, "model.vocab_size=32768: the text has 31 tokens an entry"),

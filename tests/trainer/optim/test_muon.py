@@ -122,6 +122,21 @@ def test_formats_of_the_iteration_differ_by_their_rounding(iteration: Iteration,
     assert 0 < float((moved[1] - moved[0]).norm() / moved[0].norm()) < 10 * digit
 
 
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**17])
+@pytest.mark.parametrize("iteration", Iteration)
+def test_a_gradient_of_any_size_gives_the_same_update(iteration: Iteration, size: float) -> None:
+    """In FP16 it would be 0 or infinite before it is normed."""
+    torch.manual_seed(0)
+    weight, gradient, moved = torch.randn(24, 40), torch.randn(24, 40), []
+    for each in (1.0, size):
+        muon_config = replace(MUON, iteration=iteration)
+        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=muon_config, clip=None))
+        model.weight.grad = gradient * each  # type: ignore[operator]
+        muon.step(torch.tensor(True), torch.tensor(0))
+        moved.append(model.weight.detach() - weight)  # type: ignore[operator]
+    assert torch.equal(*moved)
+
+
 @pytest.mark.parametrize("at_once", [1 << 20, 100])
 @pytest.mark.parametrize(
     ("shape", "division"),

@@ -11,9 +11,9 @@ from trainer.recovery.ladder import Ladder, Rewind, SkippedStep
 from trainer.step.guard import TrainingStopped
 
 
-def ladder(folder: Path, margin: int = 0, in_fp8: bool = True) -> Ladder:
+def ladder(folder: Path, margin: int = 0, in_fp8: bool = True, in_fp16: bool = False) -> Ladder:
     made = RecoveryConfig(2, SpikesConfig(False, 128, 64, 6.0), RewindConfig(2, margin, 0.5, 10))
-    return Ladder(made, folder, batch=4, in_fp8=in_fp8)
+    return Ladder(made, folder, batch=4, in_fp8=in_fp8, in_fp16=in_fp16)
 
 
 REWIND = Rewind(step=10, first=8, to=6, attempt=1, windows=[[28, 40]], lr_factor=0.5, lr_until=17)
@@ -58,19 +58,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_fp8", "place", "advice"),
+    ("numbers", "place", "advice"),
     [
-        (True, "loss (forward)", "a lower optim.lr, +recipe=bf16 or precision.rules for that module"),
-        (False, "loss (forward)", "a lower optim.lr"),
-        (False, "gradient norm (spike)", "a lower optim.lr or a higher recovery.spikes.threshold"),
+        ("fp8", "loss (forward)", "a lower optim.lr, +recipe=bf16 or precision.rules for that module"),
+        ("fp16", "loss (forward)", "a lower optim.lr or +recipe=bf16"),
+        ("bf16", "loss (forward)", "a lower optim.lr"),
+        ("bf16", "gradient norm (spike)", "a lower optim.lr or a higher recovery.spikes.threshold"),
     ],
 )
 def test_the_advice_at_the_end_is_one_that_the_run_can_follow(
-    tmp_path: Path, in_fp8: bool, place: str, advice: str
+    tmp_path: Path, numbers: str, place: str, advice: str
 ) -> None:
-    ours = ladder(tmp_path, in_fp8=in_fp8)
+    ours = ladder(tmp_path, in_fp8=numbers == "fp8", in_fp16=numbers == "fp16")
     ours.note(SkippedStep(3, 0, 4, place))
-    with pytest.raises(TrainingStopped, match=rf"run\.resume=auto and {re.escape(advice)}$"):
+    with pytest.raises(
+        TrainingStopped, match=re.escape(f" run.name={tmp_path.name} run.resume=auto and {advice}") + "$"
+    ):
         ours.take("no checkpoint", 3, lambda *event, **what: None)
 
 

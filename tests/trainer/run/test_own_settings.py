@@ -106,6 +106,17 @@ def test_keys_groups_and_recipes_change_the_settings(
     assert settings(config) == expected
 
 
+def test_the_table_decides_the_moments_of_a_resumed_run_too(typed: Callable[..., Job]) -> None:
+    start("narrow", *STARTED, "precision.table.optim.moments=bf16")
+    for words, moments in (
+        ((), "bf16"),
+        (("precision.table.optim.moments=fp32",), "fp32"),
+        (("+recipe=bf16",), "fp32"),
+    ):
+        config = load(typed("run.name=narrow", "run.resume=auto", *words).tree)
+        assert config.optim.moments.value == moments
+
+
 def test_a_length_replaces_the_other(typed: Callable[..., Job]) -> None:
     trainer = load(typed(*RESUME, "trainer.max_tokens=1M").tree).trainer
     assert (trainer.max_steps, trainer.max_tokens) == (None, "1M")
