@@ -14,7 +14,7 @@ from trainer.config.health import check_alerts
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Segment, Timeline, each_shape, last_step
 from trainer.forecast.schedule import check_phases
-from trainer.parallel.mesh import ONE_PROCESS, Degrees
+from trainer.parallel.mesh import ONE_PROCESS, Degrees, divisor_near
 
 
 def check_values(config: Config, degrees: Degrees = ONE_PROCESS) -> None:
@@ -135,24 +135,23 @@ def check_batch(config: Config, degrees: Degrees) -> None:
 
 
 def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:
-    """Return the config with a microbatch no larger than a rank's share of the batch. Evaluations then take more
-    microbatches for the same windows."""
+    """Return the config with a microbatch of which a rank's share of the batch has at least one, with a pipeline one a
+    stage. Evaluations then take more microbatches for the same windows."""
     t, e = config.trainer, config.eval
     share, rest = divmod(t.global_batch_size, degrees.data)
-    if rest or t.microbatch_size <= share or share < 1:  # check_sizes refuses a batch of none
+    most = max(share // degrees.pipeline, 1)
+    if rest or t.microbatch_size <= most or share < 1:  # check_sizes refuses a batch of none
         return config
-    batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
-    return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
+    size = divisor_near(most, share)
+    batches = None if e.batches is None else -(-e.batches * t.microbatch_size // size)
+    return replace(config, trainer=replace(t, microbatch_size=size), eval=replace(e, batches=batches))
 
 
 def cut_line(given: Config, config: Config) -> str | None:
     """Return a line on what `with_fitting_microbatch` has changed; None if nothing."""
-    was, now = given.trainer.microbatch_size, config.trainer.microbatch_size
-    return (
-        None
-        if was == now
-        else f"trainer.microbatch_size={was}: a rank's share of the batch is {now}; it computes {now} at a time"
-    )
+    was, now, stages = given.trainer.microbatch_size, config.trainer.microbatch_size, config.parallel.pipeline
+    why = f"a rank's share of the batch is {now}" if stages == 1 else f"{stages} stages need as many microbatches"
+    return None if was == now else f"trainer.microbatch_size={was}: {why}; it computes {now} at a time"
 
 
 def _check_debug(config: Config) -> None:

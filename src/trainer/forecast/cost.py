@@ -231,16 +231,18 @@ def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, 
     others, experts, halved, halved_experts = numbers
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
+    # without expert parallelism experts' weights are cut and replicated as all others: see `mesh.build_mesh`
+    apart, replicas = (d.tensor, d.replicate) if d.expert == 1 else (d.expert, d.expert_replicate)
     seconds = 0.0
     for number, in_fp8, ranks, stride in (
-        (others, halved, d.cut, 1),
-        (experts, halved_experts, d.expert_shard, d.expert),
+        (others, halved, d.cut, d.tensor),
+        (experts, halved_experts, d.expert_shard, apart),
     ):
         sent = gathers * (2 * number - in_fp8) + 4 * reduces * number
         seconds += machine.seconds((ranks - 1) / ranks * sent, ranks, stride)
     for number, ranks, stride in (
-        (others / d.cut, d.replicate, d.cut),
-        (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
+        (others / d.cut, d.replicate, d.cut * d.tensor),
+        (experts / d.expert_shard, replicas, apart * d.expert_shard),
     ):
         seconds += machine.seconds(8 * (ranks - 1) / ranks * number, ranks, stride)
     return seconds

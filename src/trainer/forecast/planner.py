@@ -67,7 +67,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         for gpus, link, network in product(options.gpus, options.node_link, options.network)
     ]
 
-    search, batch = Search(config, plan, given), config.trainer.global_batch_size
+    search, batch = Search(config, plan, given, run), config.trainer.global_batch_size
     is_given = batch != UNSAID_BATCH or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
     is_given = (is_given and not options.sequences) or _sets(run, "global_batch_size")
 
@@ -130,7 +130,7 @@ def _of_phases(run: Config, planned: Config) -> list[str]:
     """Return a line on the phases of a run, if its steps differ. planned: those that the plan is for."""
     t, several = planned.trainer, len(Timeline(run.trainer).segments) > 1
     steps = f"the steps that take most memory, {t.global_batch_size} sequences of {t.sequence_length} tokens"
-    return [f"trainer.phases: planned for {steps}; dry_run=true checks the others"] if several else []
+    return [f"trainer.phases: planned for {steps}, among layouts that can train all"] if several else []
 
 
 def _as_run(config: Config, c: Cost) -> Config:

@@ -16,6 +16,7 @@ from itertools import count, groupby, product
 from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
+from trainer.config.timeline import each_shape
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
 from trainer.forecast.muon import busiest
@@ -50,10 +51,15 @@ class _Fitting:
 
 
 class Search:
-    """The search for layouts of a config. `given` fixes sizes of axes and stages per rank."""
+    """The search for layouts of a config. `given` fixes sizes of axes and stages per rank. run: with phases, of which
+    config is the one that takes most memory; its layouts can train all of them."""
 
-    def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None):
+    def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None, run: Config | None = None):
         self._plan, self._given = plan, dict(given or {})
+        phases = [each.trainer for _, each in each_shape(run)] if run is not None else []
+        self._lengths = sorted({t.sequence_length for t in [config.trainer, *phases]})
+        batches = {t.global_batch_size for t in phases}
+        self._batches = sorted(batches) if len(batches) > 1 else []
         self._per_rank = self._given.pop("stages_per_rank", 2 if in_a_v(config.parallel) else None)
         parallel = replace(config.parallel, stages_per_rank=self._per_rank or config.parallel.stages_per_rank)
         self._config = replace(config, parallel=parallel)
@@ -73,7 +79,7 @@ class Search:
         """Return why there is no layout, whatever memory it may take: the trainer's reason against the simplest
         degrees, or "" if it has none; None if there is a layout."""
         refused: list[str] = []
-        found = list(_degrees(machine, self._config, self._plan, self._given, refused))
+        found = list(_degrees(machine, self._config, self._plan, self._given, self._lengths, refused))
         if any(any(self._candidates(degrees, batch)) for degrees, batch in product(found, batches)):
             return None
         return refused[0] if refused and not found else ""
@@ -89,9 +95,8 @@ class Search:
 
         for degrees in self._degrees(machine):
             for batch in batches:
-                if share := _share(batch, degrees):
-                    size = _divisors(share, share // degrees.pipeline)[-1]
-                    one = _Candidate(batch, degrees, Recompute.none, size, self._per_rank or 1)
+                if sizes := self._sizes(degrees, batch):
+                    one = _Candidate(batch, degrees, Recompute.none, sizes[-1], self._per_rank or 1)
                     bound = self._timed(one, machine)
                     push(bound.tokens / (bound.step - bound.idle), (degrees, batch))
         while queue:
@@ -122,24 +127,38 @@ class Search:
                 too_large[kind] = min(one.size, too_large.get(kind, one.size))
 
     def _degrees(self, machine: Machine) -> Iterator[Degrees]:
-        for degrees in _degrees(machine, self._config, self._plan, self._given):
+        for degrees in _degrees(machine, self._config, self._plan, self._given, self._lengths):
             if _states(self._config, self._plan, degrees) <= SPARE * machine.memory:
                 yield degrees
 
     def _candidates(self, degrees: Degrees, batch: int) -> Iterator[_Candidate]:
         """Yield the layouts without recomputation. Microbatches of a context group are skipped if a smaller group
         computes the same pieces with fewer messages."""
-        share = _share(batch, degrees)
-        for size in _divisors(share, share // degrees.pipeline) if share else ():
+        shares = self._shares(degrees, batch)
+        for size in self._sizes(degrees, batch):
             if math.gcd(size, degrees.context) == 1:
-                for per_rank in self._stages(degrees, share // size):
+                for per_rank in self._stages(degrees, [share // size for share in shares]):
                     yield _Candidate(batch, degrees, Recompute.none, size, per_rank)
 
-    def _stages(self, degrees: Degrees, microbatches: int) -> Iterator[int]:
-        """Yield numbers of stages per rank."""
+    def _shares(self, degrees: Degrees, batch: int) -> list[int]:
+        """Return the sequences of a group with the same ones, in each phase; none if these degrees cannot train such a
+        batch."""
+        batches = self._batches or [batch]
+        shares = [each // degrees.data for each in batches]
+        fits = all(each % degrees.data == 0 for each in batches) and min(shares) >= degrees.pipeline
+        return shares if fits else []
+
+    def _sizes(self, degrees: Degrees, batch: int) -> list[int]:
+        """Return the sizes of microbatches."""
+        shares = self._shares(degrees, batch)
+        return _divisors(math.gcd(*shares), min(shares) // degrees.pipeline) if shares else []
+
+    def _stages(self, degrees: Degrees, microbatches: Sequence[int]) -> Iterator[int]:
+        """Yield numbers of stages per rank. microbatches: of each phase."""
         p, blocks, parallel = degrees.pipeline, self._config.model.num_layers, self._config.parallel
+        whole = in_a_v(parallel) or all(forms_whole_rounds(m, p) for m in microbatches)
         for v in (self._per_rank,) if self._per_rank else STAGES:
-            if v == 1 or (p > 1 and p * v <= blocks + 1 and (in_a_v(parallel) or forms_whole_rounds(microbatches, p))):
+            if v == 1 or (p > 1 and p * v <= blocks + 1 and whole):
                 yield v
 
     def _run(self, one: _Candidate) -> Config:
@@ -167,12 +186,6 @@ class Search:
         return busiest(self._run(one), self._plan, one.degrees)
 
 
-def _share(batch: int, degrees: Degrees) -> int:
-    """Return the sequences of a group with the same ones; 0 if these degrees cannot train such a batch."""
-    share, rest = divmod(batch, degrees.data)
-    return share if not rest and share >= degrees.pipeline else 0
-
-
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
     """Return the bytes that every stage needs at least: masters, gradients and one moment in BF16."""
     sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
@@ -187,7 +200,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
         if gpus > machine.per_node and gpus % machine.per_node:
             continue
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(replace(machine, gpus=gpus), config, plan, {}):
+        for degrees in _degrees(replace(machine, gpus=gpus), config, plan, {}, [config.trainer.sequence_length]):
             if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
@@ -202,10 +215,16 @@ def _rank(c: Cost) -> tuple[float, ...]:
 
 
 def _degrees(
-    machine: Machine, config: Config, plan: Plan, given: Mapping[str, int], refused: list[str] | None = None
+    machine: Machine,
+    config: Config,
+    plan: Plan,
+    given: Mapping[str, int],
+    lengths: Sequence[int],
+    refused: list[str] | None = None,
 ) -> Iterator[Degrees]:
     """Yield every combination that can train this config: stages if nothing refuses them, context groups that divide
-    both heads and positions, tensor groups within a node. refused: gets the trainer's reasons against others."""
+    both heads and positions, tensor groups within a node. lengths: of sequences, in all phases; refused: gets the
+    trainer's reasons against others."""
 
     def sizes(axis: str, of: int) -> list[int]:
         return [n for n in ([given[axis]] if axis in given else _divisors(of)) if of % n == 0]
@@ -216,7 +235,7 @@ def _degrees(
         for tensor in sizes("tensor", stage):
             if "tensor" not in given and node % tensor:
                 continue
-            for context in sizes("context", math.gcd(heads, config.trainer.sequence_length, stage // tensor)):
+            for context in sizes("context", math.gcd(heads, *lengths, stage // tensor)):
                 for replicate in sizes("replicate", stage // (context * tensor)):
                     cut = stage // (replicate * tensor)
                     if given.get("shard", cut // context) != cut // context:
@@ -225,7 +244,7 @@ def _degrees(
                         degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
                         if not fits_expert(expert, cut * tensor, stage):
                             continue
-                        if (why := _refusal(config, plan, degrees)) is None:
+                        if (why := _refusal(config, plan, degrees, lengths)) is None:
                             yield degrees
                         elif refused is not None:
                             refused.append(why)
@@ -235,11 +254,12 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, (most or number) + 1) if number % n == 0]
 
 
-def _refusal(config: Config, plan: Plan, degrees: Degrees) -> str | None:
+def _refusal(config: Config, plan: Plan, degrees: Degrees, lengths: Sequence[int]) -> str | None:
     """Return why the config cannot train with these degrees, apart from its batch size; None if it can."""
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
-        check_fsdp_policy(replace(config, trainer=enough), degrees)
+        for length in lengths:
+            check_fsdp_policy(replace(config, trainer=replace(enough, sequence_length=length)), degrees)
         check_fp8_all_gather(config, plan, degrees)
     except UserError as error:
         return str(error)

@@ -12,7 +12,7 @@ from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, ParallelConfig, PipelineSchedule, Switch
 from trainer.forecast.plan_cache import cached_per_plan
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import Degrees, divisor_near
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,10 +212,12 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     if v < 1:
         refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
-        refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
+        fix = f"set {divisor_near(m.num_layers, degrees.world)}"
+        refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", fix)
     if v > 1 and p * v > m.num_layers + 1:
         why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
-        refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
+        fix = "set 1, and parallel.schedule=interleaved" if in_a_v(config.parallel) else "set at most {}"
+        refuse("parallel.stages_per_rank", v, why, fix.format((m.num_layers + 1) // p))
     least_blocks = [1] * (p * v - 1) + [int(v == 1)]
     if stages is not None and (
         len(stages) != p * v or sum(stages) != m.num_layers or any(map(int.__lt__, stages, least_blocks))
@@ -226,7 +228,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
-        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {p * degrees.data} or a multiple of it")
     count = microbatches_of(config, degrees)
     if in_a_v(config.parallel):
         _check_v(config)

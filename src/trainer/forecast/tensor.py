@@ -9,7 +9,7 @@ from precision.errors import refuse
 from precision.rows import GemmRow
 from trainer.config import Config, Recompute
 from trainer.forecast.plan_cache import cached_per_plan
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import Degrees, divisor_near
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
 WIDTH = 16  # elements that an FP8 GEMM reads at a time
@@ -75,9 +75,9 @@ def check_context(config: Config, degrees: Degrees) -> None:
     for key, value in lengths.items():
         if value % degrees.context:
             fits = math.gcd(*lengths.values())
-            fix = next(n for n in range(min(degrees.context, fits), 0, -1) if fits % n == 0)
+            fix = divisor_near(degrees.context, math.gcd(fits, degrees.stage))
             why = f"it does not divide {key}={value}"
-            refuse("parallel.context", degrees.context, why, f"set {fix}, or another divisor")
+            refuse("parallel.context", degrees.context, why, f"set {fix}")
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:

@@ -116,7 +116,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         if ranks % size:
             of = "" if ranks == world else " of a stage" if ranks == stage else " that parallel.context leaves"
             why = f"it does not divide the {ranks} processes{of}"
-            refuse(f"parallel.{axis}", size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
+            refuse(f"parallel.{axis}", size, why, f"set {divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
         if size < 1 and size != -1:
@@ -133,7 +133,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     if left:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
-            fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * least}"
+            fix = f"set {divisor_near(known, groups)}, or start a multiple of {known * least}"
             refuse(f"parallel.{known_axis}", known, f"it does not divide {these}", fix)
         sizes[left[0]] = groups // known
     elif known != groups:
@@ -146,7 +146,10 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         start = known * least
         there = f"there are {world} processes" if world > 1 else "there is one process"
         why = f"with {beside} it needs {start} ranks, and {there}"
-        fix = f"start {start} with torchrun, or set parallel.{axis}=-1 to take what is left"
+        other = next(v for k, v in sizes.items() if k != axis)
+        fix = f"start {start} with torchrun"
+        if groups % other == 0:
+            fix += f", or set parallel.{axis}=-1 to take what is left"
         refuse(f"parallel.{axis}", sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
     expert = stage if config.expert == -1 else config.expert
     cut = sizes["shard"] * context * tensor
@@ -165,9 +168,9 @@ def forecast_degrees(config: ParallelConfig, processes: int) -> Degrees:
     left = -1 in (config.replicate, config.shard)
     if left and processes > 1:
         return resolve(config, processes)
-    sizes = config.replicate, config.shard, config.context, config.tensor, config.pipeline
-    given = math.prod(size for size in sizes if size > 0)
-    return resolve(config, math.lcm(given, max(config.expert, 1)) if left else given)
+    sizes = config.replicate, config.shard, config.context, config.tensor
+    stage, stages = math.prod(size for size in sizes if size > 0), max(config.pipeline, 1)
+    return resolve(config, stages * (math.lcm(stage, max(config.expert, 1)) if left else stage))
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
@@ -175,7 +178,8 @@ def fits_expert(expert: int, shard: int, world: int) -> bool:
     return world % expert == 0 and (shard % expert == 0 or expert % shard == 0)
 
 
-def _divisor_near(number: int, of: int) -> int:
+def divisor_near(number: int, of: int) -> int:
+    """Return the largest divisor of `of` that is not above `number`."""
     return next(n for n in range(min(number, of), 0, -1) if of % n == 0)
 
 

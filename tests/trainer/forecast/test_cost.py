@@ -144,6 +144,15 @@ def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, 
     assert far.hidden - near.hidden == pytest.approx(added / 45e9 - added / 350e9)
 
 
+def test_groups_of_weights_are_a_tensor_group_apart(moonlight: tuple[Config, Plan]) -> None:
+    """In two nodes of 8, ranks 0, 2, ... 14 share weights."""
+    config, plan = with_(moonlight[0], **FREED, fp8_all_gather=Switch.false), moonlight[1]
+    machine, apart = replace(H200S, gpus=16), Degrees(shard=8, tensor=2)
+    far, near = (cost(config, plan, apart, replace(machine, per_node=n)) for n in (8, 16))
+    alone = cost(config, plan, Degrees(shard=8), H200S)
+    assert far.hidden - near.hidden == pytest.approx(alone.hidden * (350 / 45 - 1))
+
+
 def test_a_group_with_ranks_on_two_nodes_uses_the_network() -> None:
     machine = replace(H200S, gpus=24)
     assert machine.seconds(350e9, 4) == machine.seconds(350e9, 4, 2) == 1
@@ -329,6 +338,18 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
     assert "trainer.global_batch_size=16" in few and "trainer.global_batch_size=40" in more
     speeds = [float(text.splitlines()[1].split()[-1].replace(",", "")) for text in (few, more)]
     assert speeds[0] < speeds[1]
+
+
+def test_the_layout_can_train_every_phase(plan_parallelism: Run) -> None:
+    """Eight sequences go to at most 8 groups of the 16 GPUs, in microbatches of what a group has in each phase."""
+    phases = "trainer.phases=[{until: 50}, {global_batch_size: 64, sequence_length: 768}]"
+    words = "model=deepseek_tiny", "trainer.global_batch_size=8", "trainer.max_steps=100", phases
+    done = plan_parallelism("--gpus", "16", "--rows", "99", *words)
+    head, *rows = done.stdout.split("\n\n")[0].splitlines()
+    names = head.replace("compute ms", "ms").split()
+    read = [dict(zip(names, row.split(), strict=True)) for row in rows]
+    assert read and all(int(row["replicate"]) * int(row["shard"]) <= 8 for row in read)
+    assert all(row["microbatch"] == "1" for row in read if row["replicate"] == "1" and row["shard"] == "8")
 
 
 def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:

@@ -18,6 +18,7 @@ from trainer.forecast.fits import out_of_memory_message
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
 from trainer.forecast.preflight import check, without_effect
+from trainer.forecast.stages import check_stages
 from trainer.parallel.mesh import Degrees, FsdpPolicy, forecast_degrees, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer
@@ -293,6 +294,19 @@ def test_smaller_microbatches_leave_evaluations_as_long_as_they_were(config: Mak
     assert with_fitting_microbatch(made, resolve(made.parallel, 4)).eval.batches == 2, "4 windows, 3 at a time"
     every = config("parallel=fsdp", "trainer.microbatch_size=4", "trainer.global_batch_size=4", "eval.batches=null")
     assert with_fitting_microbatch(every, resolve(every.parallel, 2)).eval.batches is None
+
+
+def test_each_stage_has_a_microbatch(config: Make):
+    for batch, size in ((32, 8), (12, 3), (6, 1), (2, 1)):
+        keys = f"trainer.global_batch_size={batch}", "trainer.microbatch_size=16", "trainer.device=cpu"
+        made = config("parallel.shard=2", "parallel.pipeline=2", *keys)
+        degrees = resolve(made.parallel, 4)
+        staged = with_fitting_microbatch(made, degrees)
+        assert staged.trainer.microbatch_size == size
+        if batch > 2:
+            check_stages(staged, degrees)
+    with pytest.raises(ValueError, match=r"global_batch_size=2: parallel.pipeline=2 .*; set 4 or a multiple of it"):
+        check_stages(staged, degrees)
 
 
 def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(config: Make):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.config import ParallelConfig, Switch
-from trainer.parallel.mesh import Degrees, resolve
+from trainer.parallel.mesh import Degrees, forecast_degrees, resolve
 
 
 def parallel(**sizes: int) -> ParallelConfig:
@@ -65,9 +65,16 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
             r"parallel\.tensor=3: it does not divide the 4 .*; set 2",
         ),
         ({"context": 2}, 8, r"parallel\.shard=1: .*parallel\.context=2 it needs 2 ranks, .*; start 2 with torchrun"),
+        ({"shard": 2, "replicate": 3}, 8, r"parallel\.shard=2: .* it needs 6 ranks, .*; start 6 with torchrun$"),
         ({"shard": 2, "replicate": 1, "context": 2, "expert": 8}, 4, r"parallel\.expert=8: .*context=4 ranks.*; set 4"),
     ],
 )
 def test_incompatible_degrees_are_refused(sizes: dict[str, int], world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(parallel(**sizes), world)
+
+
+def test_a_forecast_has_as_few_processes_as_the_degrees_allow() -> None:
+    """`expert` subdivides the ranks of a stage."""
+    assert forecast_degrees(parallel(shard=-1, pipeline=2, expert=4), 1) == Degrees(1, 4, 4, 1, 2)
+    assert forecast_degrees(parallel(shard=-1, context=2, expert=3), 1) == Degrees(1, 3, 3, 2)
