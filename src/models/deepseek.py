@@ -321,7 +321,8 @@ class DeepSeek(nn.Module):
     def _mask(self, documents_BS: Tensor) -> tuple[None, Tensor]:
         """Return the last arguments of blocks: no cache, and the document mask, made once for all blocks."""
         attn = self._blocks[0][1].attn
-        return None, document_mask(bounds_of(documents_BS), attn.core_dtype, sum(attn.q_widths), attn.kv_widths[1])
+        dtype = min((block.attn.core_dtype for _, block in self._blocks), key=lambda each: each.itemsize)
+        return None, document_mask(bounds_of(documents_BS), dtype, sum(attn.q_widths), attn.kv_widths[1])
 
     def _within(self, documents: Tensor, k: int, ahead_BSD: Tensor, target_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input and the targets of depth k, without tokens of other documents."""

@@ -40,9 +40,12 @@ def attention_core(
 ) -> Tensor:
     """Compute causal attention of q, k [B, H, S, d_qk] and v [B, H, S, d_v], one dtype; return [B, H, S, d_v].
 
-    mask: from `document_mask`, for this dtype and these head sizes; restricts each position to its own document.
+    mask: from `document_mask`, for this or a narrower dtype and these head sizes; restricts each position to its own
+    document.
     max_logits [H] FP32: raised as in `max_logits`, if the kernel returns a log-sum-exp (`returns_lse`).
     """
+    if mask is not None and q.dtype not in (torch.bfloat16, torch.float16):  # a block in FP32 beside others
+        mask = visible(mask, q.shape[-2], q.device)
     out, lse = _attention(q, k, v, scale, mask)
     if max_logits_H is not None and lse is not None:
         is_base_2 = mask is not None and mask.dtype is torch.int32  # our kernel's
@@ -126,7 +129,7 @@ def latent_attention(
         mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T).repeat(H, 1)
     shared = latent[:, None]
     if key_factor_BHL is not None:
-        score_BHTL = (q @ shared.mT).float() * (scale * key_factor_BHL[:, :, None])
+        score_BHTL = (q.float() @ shared.mT.float()) * (scale * key_factor_BHL[:, :, None])
         if mask is not None:
             score_BHTL = score_BHTL.masked_fill(~mask[:T], -torch.inf)
         return score_BHTL.softmax(-1).to(q.dtype) @ shared[..., :rank]

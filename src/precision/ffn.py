@@ -118,6 +118,8 @@ def _fused(
     inv, how = None, ""
     carrier = x if isinstance(x, Tensor) else x.carrier if recipe.is_fp8 else x.tensor
     data = carrier.detach() if isinstance(x, Tensor) or not recipe.is_fp8 else x.data
+    if not recipe.is_fp8:
+        data = data.to(recipe.input.dtype)
     rows: tuple[Tensor | None, ...] = (None,) * 6
     places: tuple[Tensor | None, ...] = (None,) * 3
     if recipe.is_fp8:

@@ -32,7 +32,7 @@ from precision.backends.availability import (
     wrong_kernels,
     wrong_products,
 )
-from precision.config import Accumulation, BackendChoice, Precision, PrecisionConfig
+from precision.config import Accumulation, BackendChoice, Granularity, Precision, PrecisionConfig
 from precision.errors import UserError
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
@@ -46,6 +46,7 @@ GROUPED_MULTIPLE = 8  # BF16 numbers in 16 bytes
 WIDEST_HEAD = 256
 FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
 FAR_NOTE = "is judged by the measurement of a distant shape"
+ROUNDED = "and all others of its kind: the cuda backend's kernels round results to BF16 before they are FP32"
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,10 @@ class Resolver:
             choice = Choice(precision, self._bf16(gemm))
         else:
             choice = self._again(gemm) or self._fp8(gemm)
+        in_blocks = choice.precision is Precision.fp8 and self._scaling.endswith(Granularity.block.value)
+        rounds = choice.backend == CUDA and gemm.output is not BF16 and (gemm.groups > 1 or in_blocks)
+        if rounds and not any(ROUNDED in note for note in self.notes):
+            self.notes.append(f"{gemm.name} {ROUNDED}")
         self._rows[gemm.name] = choice, gemm.accumulation
         return choice
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from precision import attention_core, latent_attention
 
@@ -51,3 +52,27 @@ def test_heads_that_share_a_latent(queries: int, length: int) -> None:
     expected = definition(q, each, each[..., :16], 0.2)[:, :, -queries:]
     out = latent_attention(q[:, :, -queries:], latent, 16, 0.2)
     torch.testing.assert_close(out, expected.float())
+
+
+def test_large_logits_of_scaled_keys_are_as_exact_as_others() -> None:
+    """Every logit is near 30, where a rounding of BF16 would be an eighth; the softmax depends on differences."""
+    generator = torch.Generator().manual_seed(0)
+    latent = torch.randn(1, 40, 24, generator=generator)
+    latent[..., 0] = 4 + torch.rand(40, generator=generator) / 16
+    q, latent = F.one_hot(torch.zeros(1, 2, 1, dtype=torch.long), 24).bfloat16(), latent.bfloat16()
+    q[..., 1], scale = 1 / 64, 7.5
+    factor = 1 + torch.rand(1, 2, 40, generator=generator) / 20
+    score = (q.double() @ latent.double()[:, None].mT) * scale * factor.double()[:, :, None]
+    exact = score.softmax(-1) @ latent.double()[:, None, :, :16]
+    out = latent_attention(q, latent, 16, scale, factor)
+    assert float(score.min()) > 20
+    # probabilities and the result are rounded once each
+    assert (out.double() - exact).norm() < 2.0**-8 * exact.norm()
+
+
+def test_a_core_in_fp32_stays_within_the_documents_of_its_neighbours_in_bf16() -> None:
+    """Their kernel reads bounds, not a mask."""
+    q, k, v = torch.randn(3, 1, 2, 9, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    bounds = torch.tensor([[[0] * 4 + [4] * 5], [[4] * 4 + [9] * 5]], dtype=torch.int32)
+    parts = [attention_core(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], 0.2) for a, b in ((0, 4), (4, 9))]
+    torch.testing.assert_close(attention_core(q, k, v, 0.2, bounds), torch.cat(parts, 2))

@@ -117,6 +117,21 @@ def test_bf16_experts_of_other_widths_than_torch_multiplies_go_to_the_reference(
         Resolver(settings("cuda"), H200, rates=RateTable([])).choose(odd, Precision.bf16)
 
 
+def test_results_that_kernels_round_before_they_are_fp32_have_one_note() -> None:
+    experts, linear = (dataclasses.replace(GEMM, output=FP32, groups=groups) for groups in (8, 1))
+    for granularity, gemm, precision, notes in (
+        (Granularity.tensor, experts, Precision.fp8, 1),
+        (Granularity.tensor, experts, Precision.bf16, 1),
+        (Granularity.tensor, linear, Precision.fp8, 0),
+        (Granularity.block, linear, Precision.fp8, 1),
+        (Granularity.block, linear, Precision.bf16, 0),
+    ):
+        resolver = Resolver(settings("cuda", method=Method.current, granularity=granularity), H200)
+        for _ in range(2):
+            assert resolver.choose(gemm, precision).backend == "cuda"
+        assert len([note for note in resolver.notes if "round results to BF16" in note]) == notes
+
+
 def test_fp16_is_plain_pytorch_everywhere() -> None:
     """No kernel has been proved in it."""
     assert Resolver(settings(), H200, rates=RateTable([])).choose(GEMM, Precision.fp16).backend == "reference"

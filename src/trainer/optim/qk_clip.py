@@ -63,7 +63,8 @@ class QKClip:
 
 def check_qk_clip(config: Config, model: DeepSeek, device: torch.device) -> None:
     """Raise UserError if attention on this device returns nothing that `optim.qk_clip` could use."""
-    if not model.iter_blocks()[0][1].attn.raises_logits(device, config.trainer.document_masking):
+    documents = config.trainer.document_masking
+    if not all(block.attn.raises_logits(device, documents) for _, block in model.iter_blocks()):
         why = "attention on this GPU, in this format, returns no log-sum-exp to bound logits with (docs/optimizers.md)"
         raise UserError(f"optim.qk_clip={config.optim.qk_clip}: {why}; set optim.qk_clip=null")
 

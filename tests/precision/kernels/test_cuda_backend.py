@@ -217,6 +217,22 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
     compare(recipe, name, (width, inner, experts), run)
 
 
+@pytest.mark.parametrize("name", ["bf16", "delayed"])
+def test_experts_read_tokens_that_travelled_in_fp32(recipe: Recipe, name: str) -> None:
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, 21, 144).detach().float().requires_grad_()
+        expert, weight = torch.randint(3, (21, 2)).to(DEVICE), torch.rand(21, 2).to(DEVICE)
+        combine = {"combine": torch.bfloat16, "accumulate": torch.float32, "add": None}
+        y = expert_ffn(
+            x, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, **combine
+        )
+        y.backward(gradient(y))
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    compare(recipe, name, (144, 80, 3), run)
+
+
 @pytest.fixture
 def memory_of_nan() -> Iterator[None]:
     """What is read before it is written is NaN."""
