@@ -156,16 +156,24 @@ def read_run(path: Path) -> Run:
     if not series.get(TRAIN):
         state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
         raise UserError(f"{path}: no {TRAIN} in {METRICS} is {state}; {fix}")
-    before = {step: config.read_bytes() for step, config in configs_before(path).items()}
+    before = {}
+    for step, config in configs_before(path).items():
+        if is_config(config):  # a damaged one was put aside by a resume, which used a checkpoint's
+            before[step] = config.read_bytes()
+    if not is_config(path / CONFIG):
+        raise UserError(f"{path / CONFIG}: is damaged (not YAML); compare other runs")
     texts = [*before.values(), (path / CONFIG).read_bytes()]
-    try:
-        changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
-        first, last = (flat(read_yaml(text)) for text in (texts[0], texts[-1]))
-    except yaml.YAMLError:
-        raise UserError(
-            f"{path / CONFIG}: it, or one of its earlier versions, is damaged (not YAML); compare other runs"
-        ) from None
+    changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
+    first, last = (flat(read_yaml(text)) for text in (texts[0], texts[-1]))
     return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in changed.items() if keys})
+
+
+def is_config(path: Path) -> bool:
+    """Return whether a file is a config of a run."""
+    try:
+        return bool(read_yaml(path.read_bytes()))
+    except yaml.YAMLError:
+        return False
 
 
 def names(place: Any) -> Any:

@@ -40,6 +40,7 @@ def run() -> None:
     if shown != str(own.out):
         raise UserError(f"--out={shown}: not UTF-8, as data.path of a run has to be; choose another folder")
     from trainer.config import load
+    from trainer.config.data import Source
     from trainer.config.unused_data_keys import without_effect
     from trainer.data.prepared import SUMMARY, add_bigram
     from trainer.data.progress_bars import prepare_with_bars
@@ -47,6 +48,8 @@ def run() -> None:
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
     if own.out is not None and len(configs) > 1:
         raise UserError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
+    if own.out is not None and configs[0].data.source is Source.bins:
+        raise UserError(f"--out={own.out}: data.source=bins is prepared already; leave --out out, or name the text")
     for config in configs:
         print("".join(f"{line}\n" for line in without_effect(config.data)), end="", flush=True)
         start = time.monotonic()

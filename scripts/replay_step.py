@@ -86,20 +86,19 @@ def head(done: "Replay") -> list[str]:
 
 def data(done: "Replay") -> list[str]:
     """Return the examined windows, and the text of the sequence that went bad, or of the first."""
+    from trainer.data.loader import window_name
     from trainer.recovery.diagnosis import text_of, tokens_of
 
     bad = done.ours.probe.bad_sequences
     number = int(done.windows[bad[0] if bad else 0])
     ((first, last),) = tokens_of(done.loader, done.windows[[bad[0] if bad else 0]])
-    lines = [
-        f"microbatch {done.microbatch} of {done.microbatches}: windows {done.windows.min():,} to "
-        f"{done.windows.max():,} of the run"
-    ]
+    name = window_name(int(done.windows.min()), int(done.windows.max()))
+    lines = [f"microbatch {done.microbatch} of {done.microbatches}: windows {name} of the run"]
     if bad:
-        which = ", ".join(f"{done.windows[i]:,}" for i in bad[:8]) + (", ..." if len(bad) > 8 else "")
+        which = ", ".join(window_name(n, n) for n in done.windows[bad[:8]].tolist()) + (", ..." if len(bad) > 8 else "")
         lines.append(f"not finite in {len(bad)} of {len(done.windows)} sequences: window{'s' * (len(bad) > 1)} {which}")
     text = text_of(done.loader, done.data.tokenizer_path, number, TEXT)
-    lines.append(f"window {number:,}, tokens {first:,} to {last:,} of {done.loader.bins.path.name}:")
+    lines.append(f"window {window_name(number, number)}, tokens {first:,} to {last:,} of {done.loader.bins.path.name}:")
     return [*lines, f"    {json.dumps(text, ensure_ascii=False)}"]
 
 

@@ -38,7 +38,8 @@ def run() -> None:
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     from trainer.config import load
-    from trainer.config.data import SMALLEST_VOCABULARY
+    from trainer.config.data import SMALLEST_VOCABULARY, DataConfig
+    from trainer.config.paths import as_typed
     from trainer.data import new_tokenizer
     from trainer.data.progress_bars import bars
 
@@ -55,7 +56,10 @@ def run() -> None:
     replace_file(own.out, tokenizer.to_str(pretty=True).encode())
     entries = tokenizer.get_vocab_size()
     fewer = f" of {wanted:,}: the text has no more pairs to merge" if entries < wanted else ""
-    print(f"{own.out}: {entries:,} entries{fewer}; use it with data.tokenizer={own.out} model.vocab_size={entries}")
+    words = [as_typed("data.tokenizer", str(own.out)), f"model.vocab_size={entries}"]
+    if config.data.end_of_text != DataConfig.end_of_text:
+        words.append(as_typed("data.end_of_text", config.data.end_of_text))
+    print(f"{own.out}: {entries:,} entries{fewer}; use it with {' '.join(words)}")
 
 
 if __name__ == "__main__":

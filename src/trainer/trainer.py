@@ -25,6 +25,7 @@ from models.flops import flops_per_token
 from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
+from trainer.config.paths import as_typed
 from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
 from trainer.data import validation_batches
 from trainer.forecast.fits import out_of_memory_message
@@ -253,7 +254,7 @@ class Trainer:
             if lost:
                 raise TrainingStopped(f"{ending}, not saved: {lost}")
             raise TrainingStopped(
-                f"{ending}, saved; resume with the same command and run.name={r.folder.path.name} run.resume=auto",
+                f"{ending}, saved; resume with {as_typed('run.resume', str(r.folder.path.absolute()))}",
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed

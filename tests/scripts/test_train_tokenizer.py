@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,9 @@ def test_a_trained_tokenizer_is_one_that_prepare_takes(train: Run, tmp_path: Pat
     done = train("--out", "tokenizer.json", "--vocab-size", "290")
     assert done.returncode == 0, done.stderr
     assert "tokenizer.json: 290 entries; use it with data.tokenizer=tokenizer.json model.vocab_size=290" in done.stdout
+    other = train("--out", "it's one.json", "--vocab-size", "290", "data.end_of_text='<|end|>'").stdout
+    words = "data.tokenizer='it\\'s one.json'", "model.vocab_size=290", "data.end_of_text='<|end|>'"
+    assert shlex.split(other.partition("use it with ")[2]) == list(words)
     path = tmp_path / "tokenizer.json"
     assert load_tokenizer(path).get_vocab_size() == 290
     texts, cache = str(tmp_path / "texts"), str(tmp_path / "cache")

@@ -252,7 +252,8 @@ def _check_mix(data: DataConfig) -> None:
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
             raise UserError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
         if (entry.weight is None) != (data.mix[0].weight is None):
-            raise UserError(f"{key}.weight={entry.weight}: give all sources a weight, or none")
+            shown = "null" if entry.weight is None else entry.weight
+            raise UserError(f"{key}.weight={shown}: give all sources a weight, or none")
     kinds = {part.source is Source.bins for part in source_configs(data)}
     if kinds == {True, False}:
         raise UserError("data.mix: bins are prepared already and go with bins only: prepare the others first")

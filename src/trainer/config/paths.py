@@ -6,6 +6,7 @@ names on the hub, `run.resume=auto`, a program that is found by its name. Links 
 """
 
 import os
+import re
 import shlex
 from dataclasses import asdict, replace
 from enum import Enum
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 NO_PATHS = "never", "auto"
 """Values of `run.resume` besides a path."""
+
+
+def as_typed(key: str, value: str) -> str:
+    """Return KEY=VALUE with quotes of Hydra and of the shell if needed."""
+    if re.fullmatch(r"[\w./:%@+-]+", value, re.ASCII):
+        return f"{key}={value}"
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)
+    text = f"{key}='{escaped}'"
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def kept_tree(config: "Config") -> dict[str, Any]:

@@ -41,6 +41,13 @@ SECTION = 1 << 48
 """Windows of the run's stream between the starts of two sections, more than any run reads."""
 
 
+def window_name(first: int, last: int) -> str:
+    """Return "4", or "4 to 11", for these windows of the run's stream; in a later section "4 to 11 of section 1"."""
+    section, begin, end = first // SECTION, first % SECTION, last % SECTION
+    text = f"{begin:,}" if first == last else f"{begin:,} to {end:,}"
+    return f"{text} of section {section}" if section else text
+
+
 @dataclass
 class _Reading:
     """A batch that is being read: the cursor before and after it, its number (from 1), the rows to read (rank, world

@@ -377,14 +377,23 @@ class TextFile:
 
 
 def unpack(path: Path) -> Iterator[bytes]:
-    """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated."""
+    """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated, for
+    a .gz file after what can be read."""
     if path.suffix == ".gz":
+        held = bytearray()
         try:
             with gzip.open(path) as file:
-                while block := file.read(BLOCK_BYTES):
-                    yield block
+                while piece := file.read1(BLOCK_BYTES):  # `read` would drop what it has when it fails
+                    held += piece
+                    if len(held) >= BLOCK_BYTES:
+                        yield bytes(held)
+                        held.clear()
         except (EOFError, zlib.error) as error:
+            if held:
+                yield bytes(held)
             raise OSError("cut off" if isinstance(error, EOFError) else str(error)) from error
+        if held:
+            yield bytes(held)
         return
     import pyarrow  # the library zstandard accepts a truncated file as complete
 

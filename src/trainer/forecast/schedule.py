@@ -61,8 +61,8 @@ def schedule_lines(config: Config) -> list[tuple[str, str]]:
     )
     spans = {"warm-up": config.optim.warmup_steps, "evaluation every": config.eval.every}
     spans |= {"checkpoint every": config.checkpoint.every, "logged every": config.logging.every}
-    converted = [
-        f"{what} {value}, {timeline.steps_of(value):,} steps"
+    converted = [  # a warm-up may have no step
+        f"{what} {value}, {max(timeline.steps_of(value), int(what != 'warm-up')):,} steps"
         for what, value in spans.items()
         if not isinstance(value, int)
     ]

@@ -3,10 +3,10 @@
 The text is sampled from the weights in memory, only in a single process. Errors in showing a run do not make it fail.
 """
 
-import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from precision import Plan, bind
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import TrainerConfig
+from trainer.config.paths import as_typed
 from trainer.config.timeline import Timeline
 from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 from trainer.forecast.header import shown
@@ -71,20 +72,21 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     """Return commands with their purposes. length: of the run; steps: that it had. launch: of its processes; the
     launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.absolute().name}-hf")
-    # Hydra needs quotes of its own around anything but these characters
-    is_plain = re.fullmatch(r"[\w/.:%+@-]+", str(run), re.ASCII)
-    resume = "run.resume=" + (str(run) if is_plain else "'" + str(run).replace("'", "\\'") + "'")
+    resume = as_typed("run.resume", str(run))
     nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"
     start = "python train.py" if launch.size == 1 else nodes if launch.size == launch.local_size else None
-    further = f"trainer.max_steps={2 * steps}"
+    timeline = Timeline(length)
+    longer, key = replace(length, max_steps=2 * steps), "max_steps"
     if length.max_steps is None:
-        timeline = Timeline(length)
-        further = f"trainer.max_tokens={2 * timeline.tokens(timeline.steps)}"
+        longer, key = replace(length, max_tokens=2 * timeline.tokens(timeline.steps)), "max_tokens"
+    further = f"trainer.{key}={getattr(longer, key)}"
+    if Timeline(longer).read_by(steps) != timeline.read_by(steps):  # phases that end at a share move with the length
+        start = None
     return [
         ("see its curves", f"python scripts/dashboard.py {place}"),
         ("let it write", f'python scripts/sample.py {place} --prompt "The" --temperature 0.8'),
         ("evaluate it", f"python scripts/evaluate.py {place}"),
-        *([("train on", f"{start} {shlex.quote(resume)} {further}")] if start else []),
+        *([("train on", f"{start} {resume} {further}")] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),
     ]
 

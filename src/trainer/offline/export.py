@@ -93,8 +93,7 @@ def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> To
     path = given or folder / TOKENIZER
     if not path.is_file():
         raise UserError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")
-    if given is None:
-        check_tokenizer(path, meta)
+    check_tokenizer(path, meta)
     try:
         return TokenizerSource(path, str(_config(checkpoint)["data"]["end_of_text"]))
     except KeyError:

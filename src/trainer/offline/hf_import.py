@@ -14,7 +14,6 @@ Everything is written into OUT.partial, which is renamed when it is complete.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -48,6 +47,7 @@ from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config.data import TOKENIZER
+from trainer.config.paths import as_typed
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
 from trainer.offline.hf_tokenizer import FILES, GENERATION, TOKEN_IDS, copy_files, write_json
@@ -79,21 +79,12 @@ class Imported:
     def overrides(self) -> list[str]:
         """Return the arguments of train.py that start from it, quoted for a shell."""
         words = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
-        words.append(_override("run.init_from", str(self.folder)))
+        words.append(as_typed("run.init_from", str(self.folder)))
         if self.tokenizer is not None:
-            words.append(_override("data.tokenizer", str(self.tokenizer)))
+            words.append(as_typed("data.tokenizer", str(self.tokenizer)))
         if self.end_of_text is not None:
-            words.append(_override("data.end_of_text", self.end_of_text))
+            words.append(as_typed("data.end_of_text", self.end_of_text))
         return words
-
-
-def _override(key: str, value: str) -> str:
-    """Return KEY=VALUE with quotes of Hydra and of the shell if needed."""
-    if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
-        return f"{key}={value}"
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)
-    text = f"{key}='{escaped}'"
-    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def import_hf(source: Path, out: Path) -> Imported:

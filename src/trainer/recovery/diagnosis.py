@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from trainer.data import Loader, load_tokenizer
+from trainer.data.loader import window_name
 from trainer.recovery.nonfinite_probe import probe_microbatch
 from trainer.step.guard import GRAD_SUFFIX, Verdict
 from trainer.step.step_snapshot import StepSnapshot
@@ -197,7 +198,8 @@ class Diagnosis:
             served = served[again.sequences]
         first, last = int(served.min()), int(served.max())
         bad.what["windows"] = [first, last]
-        bad.details.append(f"window {first:,} of the run" if first == last else f"windows {first:,} to {last:,}")
+        name = window_name(first, last)
+        bad.details.append(f"window {name} of the run" if first == last else f"windows {name}")
         if origin is not None:
             bad.what["tokens"] = tokens_of(self._loader, served)
         if origin is not None and (some or len(served) == 1):

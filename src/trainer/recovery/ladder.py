@@ -30,8 +30,9 @@ from trainer.checkpoint import (
     newest_checkpoint,
     verify_checkpoint,
 )
+from trainer.config.paths import as_typed
 from trainer.config.recovery import RecoveryConfig
-from trainer.data.loader import merge_ranges
+from trainer.data.loader import merge_ranges, window_name
 from trainer.digests import read_signed, write_signed
 from trainer.run.names import RECOVERY
 from trainer.step.guard import TrainingStopped
@@ -128,7 +129,7 @@ class Ladder:
             raise TrainingStopped(f"{what}; {choice}. {self._advice(choice)}")
         self.rewinds.append(choice)
         self.streak = []
-        windows = ", ".join(f"{begin:,} to {end - 1:,}" for begin, end in choice.windows)
+        windows = ", ".join(window_name(begin, end - 1) for begin, end in choice.windows)
         lower = f"; learning rate times {choice.lr_factor:g} for a while" if choice.lr_until else ""
         skipped = f"windows {windows} of the run are skipped from now on"
         return f"{what}; rewinding to {checkpoint_name(choice.to)}; {skipped}{lower}"
@@ -144,7 +145,7 @@ class Ladder:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
         listed = f"{', '.join(hints[:-1])} or {hints[-1]}" if len(hints) > 1 else hints[0]
         where = f"Look at {self._folder / 'events.jsonl'} for where each began"
-        run = f"run.dir={self._folder.parent} run.name={self._folder.name} run.resume=auto"
+        run = f"{as_typed('run.dir', str(self._folder.parent))} run.name={self._folder.name} run.resume=auto"
         return f"{where}; then resume with {run} and {listed}"
 
     @property

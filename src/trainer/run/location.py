@@ -91,8 +91,9 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
         )
     if name is not None and (parent / name).resolve() != path.resolve():
+        key, value = ("run.name", name) if name != path.absolute().name else ("run.dir", parent)
         raise UserError(
-            f"run.name={name}: run.resume={resume} continues in {path}; leave run.name out, "
+            f"{key}={value}: run.resume={resume} continues in {path}; leave {key} out, "
             "or start a new run from its weights with run.init_from"
         )
     return path, checkpoint

@@ -16,6 +16,7 @@ from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes, verify_on_all_ranks
 from trainer.config import Config, OptimConfig, OptimizerName, load
 from trainer.config.paths import kept_tree
+from trainer.config.phases import is_share
 from trainer.config.timeline import Timeline, last_step
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
@@ -70,8 +71,11 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     was = Timeline(load(meta["config"]).trainer).read_by(step)
     if was != ours.read_by(step):
         read = "; ".join(f"from step {first} on {batch} sequences of {length}" for first, batch, length in was)
+        untils = [phase.until for phase in config.trainer.phases]
+        moved = [i for i, until in enumerate(untils) if until is not None and is_share(until)]
+        hint = f"; trainer.phases[{moved[0]}].until is a share of the run's length: set it in steps" if moved else ""
         raise UserError(
-            f"trainer.phases: {checkpoint} was trained {read}; past phases must stay, later ones may change"
+            f"trainer.phases: {checkpoint} was trained {read}; past phases must stay, later ones may change{hint}"
         )
 
 

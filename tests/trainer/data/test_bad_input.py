@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from trainer.config.data import Format
 from trainer.data import DataConfig, Prepared, Source, prepare
+from trainer.data.records import unpack
 
 GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
 LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
@@ -133,6 +134,16 @@ def pack_zst(path: Path) -> None:
 def pack_parquet(path: Path) -> None:
     texts = [json.loads(line)["text"] for line in LONG[:500]]
     parquet.write_table(pyarrow.table({"text": texts}), path.with_name("x.parquet"), row_group_size=100)
+
+
+def test_of_a_gz_file_that_is_cut_off_only_the_end_is_lost(tmp_path: Path) -> None:
+    content = b"\n".join(LONG)
+    (tmp_path / "x.gz").write_bytes(gzip.compress(content)[:-20])
+    read = b""
+    with pytest.raises(OSError, match="cut off"):  # noqa: PT012
+        for block in unpack(tmp_path / "x.gz"):
+            read += block
+    assert content.startswith(read) and len(read) > len(content) - 2000
 
 
 @pytest.mark.parametrize("pack", [pack_gz, pack_zst, pack_parquet])

@@ -27,6 +27,12 @@ def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path: Path, run_pytho
     assert not list(tmp_path.iterdir())
 
 
+def test_prepared_text_is_not_prepared_again(tmp_path: Path, run_python: Run) -> None:
+    result = run_python(SCRIPT, "data=bins", "data.path=x", "--out", "y", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("octet: error: --out=y: data.source=bins is prepared already; leave --out out")
+
+
 def test_a_folder_that_no_run_could_name_is_refused_before_anything_is_written(tmp_path: Path, run_python: Run) -> None:
     result = run_python(SCRIPT, "--out", os.fsdecode(b"data\xff"), cwd=tmp_path)
     assert result.returncode == 2

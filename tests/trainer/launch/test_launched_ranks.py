@@ -241,7 +241,7 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     code, out, err = end(process)
     step = lines(folder / "metrics.jsonl")[-1]["step"]
     assert code == 128 + signal.SIGTERM and out.count("packing the text") == 1
-    how = "resume with the same command and run.name=a run.resume=auto"
+    how = f"resume with run.resume={tmp_path / 'runs' / 'a'}"
     expected = f"octet: stopped by SIGTERM after step {step}, saved; {how}"
     assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1

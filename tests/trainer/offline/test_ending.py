@@ -49,6 +49,10 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
     on_a_node = dict(next_commands(Path("runs/a"), steps, 6, Launch(size=2, local_size=2)))
     assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh run.resume=")
     assert "train on" not in dict(next_commands(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
+    for until, words in (("3", {"train on"}), ("0.5", set())):  # a share would end later in a longer run
+        phases = f"trainer.phases=[{{until: {until}}},{{sequence_length: 16}}]"
+        phased = next_commands(Path("runs/a"), config("trainer.max_steps=6", phases).trainer, 6, ALONE)
+        assert {"train on"} & set(dict(phased)) == words
 
 
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
+from trainer.data.loader import SECTION, window_name
 from trainer.recovery.ladder import Ladder, Rewind, SkippedStep
 from trainer.step.guard import TrainingStopped
 
@@ -83,3 +84,8 @@ def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path: Path) -> None:
     ((kind, step, message, what),) = events
     assert (kind, step, what) == ("rollback", 10, {"failed": True})
     assert "recovery.json cannot be written (No such file or directory)" in message
+
+
+def test_windows_of_a_phase_with_another_length_are_named_within_their_section() -> None:
+    names = [window_name(begin, end) for begin, end in ((4, 4), (4, 1011), (SECTION + 4, SECTION + 4))]
+    assert names == ["4", "4 to 1,011", "4 of section 1"]
