@@ -178,6 +178,7 @@ class Plan:
             core = Gemm(name, v_head_dim, qk_head_dim, 1, None, BF16, sums, is_core=True)
             choice = self._resolver.choose_core(core)
             precision, backend, why = choice.precision, choice.backend, choice.why or why
+            sums = Accumulation.fp32 if backend == REFERENCE else sums  # it does not emulate others for attention
         fmt = self._tensor(name, "attn.core", precision, why)
         scaling = replace(self.config.scaling, granularity=Granularity.tensor)
         grad = E5M2 if fmt.is_fp8 else fmt

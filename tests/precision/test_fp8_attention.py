@@ -10,7 +10,7 @@ from torch import Tensor
 from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, document_mask, proof, resolve
 from precision import fp8_attention as module
 from precision.attention import visible
-from precision.config import BackendChoice, Precision
+from precision.config import Accumulation, BackendChoice, Precision
 from precision.formats import E4M3, E5M2, static_scale
 from precision.fp8_attention import _backward
 from precision.hardware import Gpu
@@ -194,11 +194,12 @@ HOPPER = Gpu("NVIDIA H200", (9, 0))
 @pytest.mark.parametrize("backend", [BackendChoice.auto, BackendChoice.reference])
 def test_a_hopper_gpu_has_kernels_for_it(backend: BackendChoice, recipe: Recipe) -> None:
     config = recipe("fp8_full")
-    config.backend = backend
+    config.backend, config.accumulation = backend, Accumulation.fast
     plan = Plan(config, 1, HOPPER)
     row = plan.core("layers.0.attn.core", 2, D, V, D**0.5)
     assert row.recipe.is_fp8 and "static 64" in plan.to_text()
     assert row.recipe.backend == ("reference" if backend is BackendChoice.reference else "cuda")
+    assert row.recipe.sums_fast == (backend is BackendChoice.auto), "the reference's sums are exact"
 
 
 @pytest.mark.parametrize("why", ["wide", "wrong", "slower"])

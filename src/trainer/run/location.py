@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from precision.errors import UserError
 from trainer.checkpoint import as_given, checkpoint_step, list_checkpoints
 from trainer.files import refuse_link
-from trainer.run.names import CHECKPOINTS, CONFIG, LOGS
+from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, LOGS
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -86,6 +86,9 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
     target = as_given(Path(resume))
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
+    if list_checkpoints(path / CHECKPOINTS) and (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "make an empty one, and the settings of its newest checkpoint are used"
+        raise UserError(f"run.resume={resume}: {path / CONFIG} is missing; {fix}")
     if not target.is_dir() or state_of(path) != "run":
         raise UserError(
             f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
