@@ -69,7 +69,7 @@ def stopped_after(config: Config, steps: int) -> Path:
         return step(tokens)
 
     trainer._step = counted  # type: ignore[method-assign]
-    with pytest.raises(TrainingStopped, match=rf"SIGTERM after step {steps}, saved.*run\.resume=auto"):
+    with pytest.raises(TrainingStopped, match=rf"SIGTERM after step {steps}, saved; resume with run\.resume=/.*/runs/"):
         trainer.train()
     return trainer.run.folder.path
 

@@ -53,7 +53,7 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({"mix": [MixEntry("a")], "path": "/tmp"}, 512, r"data\.path=/tmp: data\.mix names the sources"),
         ({"mix": [MixEntry("a b")]}, 512, r"data\.mix\[0\]\.name=a b: is not a file name"),
         ({"mix": [MixEntry("a"), MixEntry("a")]}, 512, r"data\.mix\[1\]\.name=a: is taken"),
-        ({"mix": [MixEntry("a", 1.0), MixEntry("b")]}, 512, r"data\.mix\[1\]\.weight=None: give all sources a weight"),
+        ({"mix": [MixEntry("a", 1.0), MixEntry("b")]}, 512, r"data\.mix\[1\]\.weight=null: give all sources a weight"),
         ({"mix": [MixEntry("a", 0.0)]}, 512, r"data\.mix\[0\]\.weight=0\.0: must be above 0"),
         ({"mix": [MixEntry("a", source=Source.text)]}, 512, r"data\.mix\[0\]\.path=null: data\.mix\[0\]\.source=text"),
         ({"mix": [MixEntry("a"), MixEntry("b", source=Source.bins)]}, 512, r"data\.mix: bins .* go with bins only"),

@@ -240,7 +240,7 @@ def test_memory_is_that_of_the_stage_that_holds_most() -> None:
 
 
 REFUSED = [
-    (["parallel.pipeline=6"], 6, "parallel.pipeline=6: there are model.num_layers=5 blocks; set 5"),
+    (["parallel.pipeline=6"], 6, "parallel.pipeline=6: there are model.num_layers=5 blocks; set 3"),
     (["parallel.pipeline=3"], 4, "parallel.pipeline=3: it does not divide the 4 processes; set 2"),
     ([TWO], 4, "with parallel.replicate=1 and parallel.pipeline=2 it needs 2 ranks"),
     ([TWO, "parallel.stages=[3,3]"], 2, "set one number a stage with this sum, or null"),
@@ -253,7 +253,7 @@ REFUSED = [
     ([*ZBV, "compile.enabled=true"], 2, "set compile.enabled=auto, or parallel.schedule=interleaved"),
     ([TWO, "parallel.stages_per_rank=4"], 2, "parallel.stages_per_rank=4: .* set at most 3"),
     ([*IN_TURN, "trainer.global_batch_size=5"], 2, "a rank's 5 microbatches form 2 rounds; set 4, or another"),
-    ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or more"),
+    ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or a multiple of it"),
     ([TWO, "trainer.document_masking=true"], 2, "model.num_mtp_layers=2: .* set 1"),
 ]
 
