@@ -81,11 +81,16 @@ def test_the_tables_of_the_repository_are_whole(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_what_the_recipes_put_in_fp8_is_faster_there(path: Path) -> None:
-    """Or the table is older than the kernels: never_slower would take their place from them. Small linears are slower,
-    those with row and block scales up to a larger size."""
+    """Or the table is older than the kernels: never_slower would take their place from them. Of Moonlight and V3 only
+    attn.kv_b is slower, in rows and blocks; of the models of 65,536 rows small linears are."""
+    slow = [
+        entry for entry in yaml.safe_load(path.read_text())["entries"] if entry["ms"]["cuda"] >= entry["ms"]["bf16"]
+    ]
+    large = [(entry["scaling"], entry["shape"]) for entry in slow if entry["rows"] != 65_536]
+    small = [entry for entry in slow if entry["rows"] == 65_536]
+    if path.stem == "nvidia_h200":
+        assert large == [("current/block", [4096, 512, 1])]  # attn.kv_b, which fp8_block leaves in BF16
+    rest = [(scaling, shape) for scaling, shape in large if scaling == "delayed/tensor" or shape[1] != 512]
+    assert rest == ([] if path.stem == "nvidia_h200" else [("delayed/tensor", [128, 128, 1])])  # attention at 128/128
     largest = {"delayed/tensor": 768, "current/row": 1024, "current/block": 1024}
-    for entry in yaml.safe_load(path.read_text())["entries"]:
-        kind, scaling, shape = entry["kind"], entry["scaling"], entry["shape"]
-        small = kind == "linear" and min(shape[:2]) <= largest[scaling]
-        if not small and (kind, shape[:2]) != ("core", [128, 128]):
-            assert entry["ms"]["cuda"] < entry["ms"]["bf16"], entry
+    assert all(e["kind"] == "linear" and min(e["shape"][:2]) <= largest[e["scaling"]] for e in small)
