@@ -47,7 +47,7 @@ from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
 from trainer.run.location import check_place, will_resume
 from trainer.run.names import CHECKPOINTS, METRICS, TENSORS
-from trainer.run.resume_source import check_resumable, checkpoint_origin, init_from, moved_rate
+from trainer.run.resume_source import check_identity, check_resumable, checkpoint_origin, init_from, moved_rate
 from trainer.run.run_folder import Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
@@ -178,7 +178,12 @@ class Run:
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
     """Build everything a run needs, in order. Raises UserError for the user's errors before anything is written."""
-    saved, again = world.on_rank_0(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
+
+    def look() -> tuple[dict, bool]:
+        check_identity(config)
+        return saved_backends(check_place(config.run)), will_resume(config.run)
+
+    saved, again = world.on_rank_0(look)
     notes: list[Note] = []
     data, about_data = None, []
     if Timeline(config.trainer).epochs is not None:

@@ -18,6 +18,7 @@ from pairwise import pairwise
 from run_folders import snapshot
 from small import write_corpus
 
+from trainer import build
 from trainer.config import Config
 from trainer.run.resume_source import check_origin, checkpoint_origin, moved_rate
 from trainer.step.guard import TrainingStopped
@@ -274,6 +275,20 @@ def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
     same = config(f"run.resume={run}", "dry_run=true")
     check_origin(same)
     assert sorted(run.rglob("*")) == before
+
+
+def test_a_setting_that_may_not_change_is_refused_before_data_is_prepared(
+    config: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_after(config("run.name=run", "checkpoint.every=1", "checkpoint.keep=0"), 2)
+    newest = run / "checkpoints" / "step_00000002" / "state.json"
+    changed = config(f"run.resume={run}", "trainer.seed=9")
+    monkeypatch.setattr(build, "_find_data", lambda config, world: pytest.fail("data was prepared"))
+    with pytest.raises(ValueError, match=r"trainer\.seed=9: .* was trained with 1; set trainer\.seed=1"):
+        Trainer(changed)
+    newest.write_text(newest.read_text().replace("1", "9"))  # a damaged checkpoint decides nothing
+    with pytest.raises(pytest.fail.Exception, match="data was prepared"):
+        Trainer(changed)
 
 
 def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp_path: Path) -> None:

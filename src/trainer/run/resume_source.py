@@ -2,6 +2,7 @@
 not change, or the weights of another run."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -13,7 +14,17 @@ from models import DeepSeek
 from models.config import plain_model
 from precision import Plan
 from precision.errors import UserError
-from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes, verify_on_all_ranks
+from trainer.checkpoint import (
+    DamagedCheckpoint,
+    checkpoint_step,
+    list_checkpoints,
+    newest_checkpoint,
+    read,
+    read_meta,
+    saved_shapes,
+    verify_on_all_ranks,
+)
+from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import Config, OptimConfig, OptimizerName, load
 from trainer.config.paths import kept_tree
 from trainer.config.phases import is_share
@@ -22,7 +33,7 @@ from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.optim.build_optimizer import learning_rate
 from trainer.optim.orthogonalise import polynomials
-from trainer.run.location import check_name, check_place, will_resume
+from trainer.run.location import check_name, check_place, locate, will_resume
 from trainer.run.names import CHECKPOINTS
 from trainer.run.run_folder import Note, find_checkpoint
 
@@ -77,6 +88,18 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
         raise UserError(
             f"trainer.phases: {checkpoint} was trained {read}; past phases must stay, later ones may change{hint}"
         )
+
+
+def check_identity(config: Config) -> None:
+    """Raise early, before data is prepared and a model is made, what `check_resumable` would raise because of a setting
+    that must not change."""
+    if not will_resume(config.run):
+        return
+    folder, named = locate(Path(config.run.dir), config.run.name, config.run.resume, "")
+    newest = named or list_checkpoints(folder / CHECKPOINTS)[-1]
+    with suppress(DamagedCheckpoint):  # skipped when the run folder is opened
+        verify(newest, only=STATE)
+        _check_same(read_meta(newest), config, newest)
 
 
 def moved_rate(meta: Mapping[str, Any], config: Config, step: int, committed: int) -> str | None:
