@@ -179,7 +179,7 @@ class Run:
 def build(config: Config, overrides: list[str], world: World) -> Run:
     """Build everything a run needs, in order. Raises UserError for the user's errors before anything is written."""
 
-    def look() -> tuple[dict, bool]:
+    def look() -> tuple[dict[str, Any] | None, bool]:
         check_identity(config)
         return saved_backends(check_place(config.run)), will_resume(config.run)
 

@@ -51,13 +51,13 @@ class Dataset:
         rows = self._open()
         yield from self._batches(rows, log)
 
-    def sample(self, num_bytes: int) -> Iterator[Block]:
+    def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         """Sample rows evenly; of a stream take the beginning."""
         rows = self._open()
         if not self.part.streaming and self.num_bytes > num_bytes:
             rows = rows.shard(num_shards=min(self.num_bytes // num_bytes, len(rows)), index=0, contiguous=False)
         taken = 0
-        for block in self._batches(rows, SkipLog(strict=False)):
+        for block in self._batches(rows, log):
             yield block
             taken += block.num_bytes
             if taken >= num_bytes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
-from trainer.config.data import SourceConfig
+from trainer.config.data import Source, SourceConfig
 from trainer.data.corpus import NOT_UTF8, lines_before, read_part, read_pieces, unreadable_reason
 
 BLOCK_BYTES = 1 << 20
@@ -303,7 +303,8 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
     """Raise UserError if the text column is missing or is not text."""
     column, key = part.text_column, f"{part.key}.text_column"
     if column not in names:
-        raise UserError(f"{key}={column}: {label} has no such column: {_choice(names, schema is None)}")
+        other = f", or leave it out by {part.key}.glob" if part.source is Source.files else ""
+        raise UserError(f"{key}={column}: {label} has no such column: {_choice(names, schema is None)}{other}")
     kind = str(schema.field(column).type) if schema is not None else "string"
     nested = any(word in kind for word in ("list", "struct", "map", "union"))
     if nested or not any(word in kind for word in ("string", "binary")):

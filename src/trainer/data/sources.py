@@ -69,7 +69,7 @@ class Reader(Protocol):
         """Yield all blocks."""
         ...
 
-    def sample(self, num_bytes: int) -> Iterator[Block]:
+    def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         """Yield at least this much of it, if it has so much, from all over it, for the tokenizer."""
         ...
 
@@ -113,8 +113,8 @@ class TrainAndHeldOut:
             for block in source.blocks(log):
                 yield UnsplitBlock(block, held_out)
 
-    def sample(self, num_bytes: int) -> Iterator[Block]:
-        for block in self._train.sample(num_bytes):
+    def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
+        for block in self._train.sample(num_bytes, log):
             yield UnsplitBlock(block, False)
 
 
@@ -201,7 +201,7 @@ class Files:
         for document in self._corpus.documents:
             yield from self._blocks(document, log)
 
-    def sample(self, num_bytes: int) -> Iterator[Block]:
+    def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         """Yield the beginnings of all files, or whole files that are documents, in the order of the hashes of their
         paths: random but fixed."""
         order = [d for d in sorted(self._corpus.documents, key=lambda d: d.position) if d.path not in self._held_out]
@@ -210,7 +210,7 @@ class Files:
             until = taken + (num_bytes - taken) / (len(order) - number)
             if self._kinds[document.path][0] is Format.text:
                 until = num_bytes
-            for block in self._blocks(document, SkipLog(strict=False)):
+            for block in self._blocks(document, log):
                 if isinstance(block, TextFile) and block.held_out:
                     continue
                 room = max(int(until - taken), BLOCK_BYTES)

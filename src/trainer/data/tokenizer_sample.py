@@ -47,7 +47,7 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
     next_report = 0.0
     for reader, weight in zip(readers, weights, strict=True):
         left = share = max(int(num_bytes * weight / sum(weights)), 1)
-        for block in reader.sample(share):
+        for block in reader.sample(share, log):
             for piece in block.pieces(validation_fraction, log):
                 if not piece.held_out:
                     taken, left = taken + piece.num_bytes, left - piece.num_bytes

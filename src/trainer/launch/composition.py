@@ -243,7 +243,8 @@ def _explain_option(usage: str) -> str:
 
     option = next((word for word in words.split() if word.startswith("-")), None)
     if option is None:
-        return f"{words}: an option stands between KEY=VALUE arguments; write options such as -m first"
+        typed = " ".join(word.removeprefix("++") for word in words.split())  # added to keys of a saved config
+        return f"{typed}: an option stands between KEY=VALUE arguments; write options such as -m first"
     meant = suggestion_for(option.lstrip("-").partition("=")[0])
     hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list the options"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"

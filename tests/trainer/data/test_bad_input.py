@@ -209,7 +209,9 @@ def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:
 def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(files: DataConfig) -> None:
     pack_parquet(folder(files) / "any")
     lenient = replace(files, skip_damaged=True)
-    with pytest.raises(ValueError, match=r"data\.text_column=body: x\.parquet has no such column: set one of text"):
+    with pytest.raises(
+        ValueError, match=r"data\.text_column=body: x\.parquet has no such column: set one of text, .*glob$"
+    ):
         prepare(replace(lenient, text_column="body"), 512)
     parquet.write_table(pyarrow.table({"text": [[1]], "n": [1]}), folder(files) / "x.parquet")
     for column in ("text", "n"):
@@ -222,6 +224,12 @@ def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(file
     (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
     with pytest.raises(ValueError, match=r"leaves nothing of files to hold out.*60 documents of .*no key body"):
         prepare(replace(lenient, text_column="body"), 512)
+
+
+def test_a_damaged_file_that_is_the_only_one_is_named(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"no text to train a tokenizer on .*: x\.jsonl\.gz: cannot be unpacked: Not"):
+        prepare(replace(files, tokenizer=None, skip_damaged=True), 512)
 
 
 def test_files_without_a_known_suffix(files: DataConfig) -> None:
