@@ -85,7 +85,14 @@ def changed_keys(before: Any, now: Any, most: int = 8, but: Collection[str] = ("
     theirs, ours = flat(before), flat(now)
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
     changed = [
-        f"{key} {HIDDEN}" if is_secret(key) else f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}"
+        f"{key} {HIDDEN}" if is_secret(key) else f"{key} {_shown(theirs[key])} -> {_shown(ours[key])}"
         for key in keys[:most]
     ]
     return ", ".join([*changed, *([f"and {len(keys) - most} more"] if len(keys) > most else [])])
+
+
+def _shown(value: Any) -> str:
+    """Return a value in JSON; of sections in a list, such as phases, the keys that are set."""
+    if isinstance(value, list):
+        value = [{k: v for k, v in each.items() if v is not None} if isinstance(each, dict) else each for each in value]
+    return json.dumps(value)
