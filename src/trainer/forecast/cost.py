@@ -7,6 +7,7 @@ For one rank and step, P parameters outside the routed experts, Q in them, B mic
                allows them to stay
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
+    whole      weights that a tensor group of t does not split: 2 x 4 bytes x (t - 1) / t of a part, once a step
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
                e (1 - (1 - 1/e)^K) of them, one of e being its own (fewer where the router chooses from groups of
                experts: `arriving`). D numbers a MoE block there and back, forward and backward: FP8 or BF16 to the
@@ -47,7 +48,7 @@ from trainer.forecast.memory import forecast, is_gathered_in_fp8, parameters
 from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.plan_cache import cached_per_plan
 from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
-from trainer.forecast.tensor import tensor_bytes
+from trainer.forecast.tensor import cut_parameters, parts, tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy
 
 SPARE = 0.9  # usable share of a GPU's memory: the rest is for the allocator, libraries and temporaries of ops
@@ -218,17 +219,18 @@ def timed(
 
 class _Shared(NamedTuple):
     """Numbers of parameters of a rank's stages, all and those gathered in FP8: outside the routed experts, and in
-    them."""
+    them. whole: those of `others` that a tensor group does not split."""
 
     others: float
     experts: float
     halved: float
     halved_experts: float
+    whole: float
 
 
 def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
     """Return the seconds in which a rank of a stage gathers and reduces sharded weights."""
-    others, experts, halved, halved_experts = numbers
+    others, experts, halved, halved_experts, whole = numbers
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
     # without expert parallelism experts' weights are cut and replicated as all others: see `mesh.build_mesh`
@@ -243,6 +245,7 @@ def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, 
     for number, ranks, stride in (
         (others / d.cut, d.replicate, d.cut * d.tensor),
         (experts / d.expert_shard, replicas, apart * d.expert_shard),
+        ((whole + (experts if d.expert == 1 else 0.0)) / d.cut, d.tensor, 1),
     ):
         seconds += machine.seconds(8 * (ranks - 1) / ranks * number, ranks, stride)
     return seconds
@@ -254,7 +257,9 @@ def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], 
     found = []
     for own, rows, _ in stage_models(config, plan, d):
         others, experts = parameters(rows, config=own.model)
-        found.append(_Shared(others, experts / d.expert, *_in_fp8(rows, d, choice)))
+        split = cut_parameters(rows, own.model) if d.tensor > 1 else 0.0
+        whole = others - split
+        found.append(_Shared(whole + split / d.tensor, experts / d.expert, *_in_fp8(rows, d, choice), whole))
     return found
 
 
@@ -263,6 +268,6 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     sizes = [0.0, 0.0]
     for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
         if is_gathered_in_fp8(choice, row, d):
-            kept = d.expert if row.op == "moe.experts" else 1
+            kept = d.expert if row.op == "moe.experts" else parts(row, d)
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]

@@ -112,7 +112,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.sequence
     shared, experts = parameters(plan, config=config.model)
-    cut = cut_parameters(plan) + model.vocab_size * model.hidden_size if degrees.tensor > 1 else 0.0
+    cut = cut_parameters(plan, model) if degrees.tensor > 1 else 0.0
     owned = (shared - cut + cut / degrees.tensor) / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
     transposed = keeps_transposed(config, degrees)
     masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes

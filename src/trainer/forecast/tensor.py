@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from models import ModelConfig
 from models.tensor import CUT
 from precision import Plan
 from precision.errors import refuse
@@ -20,9 +21,9 @@ def parts(row: GemmRow, degrees: Degrees) -> int:
     return degrees.tensor if row.op in CUT else 1
 
 
-def cut_parameters(plan: Plan) -> float:
-    """Return the number of parameters that `parallel.tensor` cuts, without the embedding."""
-    return _widths(plan).cut
+def cut_parameters(plan: Plan, model: ModelConfig) -> float:
+    """Return the number of parameters that `parallel.tensor` cuts."""
+    return _widths(plan).cut + model.vocab_size * model.hidden_size
 
 
 def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:

@@ -23,6 +23,7 @@ from trainer.forecast.memory import forecast_memory, parameters
 from trainer.forecast.muon import busiest
 from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import idle_share, stage_models, stages_line
+from trainer.forecast.tensor import tensor_bytes
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[3]
@@ -145,12 +146,18 @@ def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, 
 
 
 def test_groups_of_weights_are_a_tensor_group_apart(moonlight: tuple[Config, Plan]) -> None:
-    """In two nodes of 8, ranks 0, 2, ... 14 share weights."""
+    """In two nodes of 8, ranks 0, 2, ... 14 share weights; neighbours sum the gradients of those they do not split."""
     config, plan = with_(moonlight[0], **FREED, fp8_all_gather=Switch.false), moonlight[1]
     machine, apart = replace(H200S, gpus=16), Degrees(shard=8, tensor=2)
     far, near = (cost(config, plan, apart, replace(machine, per_node=n)) for n in (8, 16))
     alone = cost(config, plan, Degrees(shard=8), H200S)
-    assert far.hidden - near.hidden == pytest.approx(alone.hidden * (350 / 45 - 1))
+    attention = 27 * (2048 * 3072 + 512 * 4096 + 2048 * 2048)
+    split = (attention + 2 * config.model.vocab_size * 2048) / 2  # that the other rank has
+    gathered = 1 - split / (OTHERS + EXPERTS)
+    assert far.hidden - near.hidden == pytest.approx(alone.hidden * gathered * (350 / 45 - 1))
+    whole = 8 * 1 / 2 * (OTHERS - 2 * split + EXPERTS) / 8 / 350e9  # summed over the two
+    beside = near.tokens * tensor_bytes(plan, apart, 1)[0] / 350e9
+    assert near.hidden == pytest.approx(alone.hidden * gathered + whole + beside)
 
 
 def test_a_group_with_ranks_on_two_nodes_uses_the_network() -> None:
