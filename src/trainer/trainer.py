@@ -83,6 +83,7 @@ class Trainer:
                         if saves or evaluates:
                             self._review()
                         if run.ladder.exhausted:
+                            self._verdicts.clear()  # of a step after those that exhausted it: it goes with them
                             self.step = run.rewind(self.step)
                             continue
                         if evaluates:
