@@ -290,7 +290,7 @@ def _check_path(key: str, path: str, source: Source) -> None:
     elif Path(path).is_file():
         if source not in (Source.files, Source.text):
             why = f"a file, and data.source={source.value} reads a folder"
-            raise UserError(f"{key}={path}: {why}: give a folder, or read one file with source=files")
+            raise UserError(f"{key}={path}: {why}: give a folder, or read one file with data=files")
     elif not Path(path).is_dir():
         kind = "folder or file" if source in (Source.files, Source.text) else "folder"
         raise UserError(f"{key}={path}: there is no such {kind}: give an existing one")

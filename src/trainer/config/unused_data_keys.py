@@ -78,7 +78,7 @@ def _unread(part: SourceConfig, key: str) -> str:
     path = Path(str(part.path))
     if part.source not in READ_BY[key]:
         return f"{part.key}.source={part.source.value} does not read it"
-    if key in ("glob", "exclude") and part.source is Source.files and path.is_file():
+    if key in ("glob", "exclude") and part.source in (Source.files, Source.text) and path.is_file():
         return f"{part.key}.path={part.path} is one file"
     if part.source is Source.hf and path.is_dir():
         saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()

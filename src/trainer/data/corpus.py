@@ -85,11 +85,12 @@ class Corpus:
 
 def scan(data: DataConfig | SourceConfig) -> Corpus:
     """List the corpus. Raises UserError if no file of it has text."""
+    key = data.key if isinstance(data, SourceConfig) else "data"
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     if root.is_file():
         status = root.stat()
         if not status.st_size:
-            raise UserError(f"{data.path}: an empty file: give one with text")
+            raise UserError(f"{key}.path={data.path}: an empty file: give one with text")
         return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
     patterns = [pattern.strip().split("/") for pattern in data.glob.split("|")]
     documents, missing, empty = [], [], []
@@ -117,15 +118,15 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
                 empty.append(path)
     if missing and not documents:
         raise UserError(
-            f"data.path={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
+            f"{key}.path={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
         )
     if not documents:
         fix = (
             "train on a folder with data=text data.path=FOLDER"
             if data.source is Source.stdlib
-            else "check data.glob and data.exclude"
+            else f"check {key}.glob and data.exclude"
         )
-        raise UserError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
+        raise UserError(f"{key}.glob={data.glob}: no file with text matches below {root}: {fix}")
     by_path = attrgetter("path")
     return Corpus(
         root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))

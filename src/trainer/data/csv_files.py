@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.data import SourceConfig
+from trainer.data.compressed import unpack, unpack_error
 from trainer.data.records import (
     BLOCK_BYTES,
     LONGEST_BYTES,
@@ -18,8 +19,6 @@ from trainer.data.records import (
     SkipLog,
     check_column,
     document,
-    unpack,
-    unpack_error,
 )
 
 OPEN = "a quote that is not closed: the rest cannot be read"

@@ -20,6 +20,7 @@ from trainer.digests import write_signed
 from trainer.files import TEMPORARY
 
 REVISIONS = "revisions.json"
+KEY = "key"  # of the data that a folder is begun for
 
 
 def finish(
@@ -113,7 +114,7 @@ def _sidecars(partial: Path, train: list[str], held_out: list[str]) -> dict[str,
 
 def tidy(partial: Path) -> None:
     """Remove files that prepared.json does not name. Safe to repeat after a kill."""
-    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS):
+    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS, KEY):
         for path in partial.glob(pattern):
             path.unlink()
     if read_summary(partial)["train"] == ["train.bin"]:

@@ -138,7 +138,8 @@ class Packer:
     def _texts(self, work: PackJob, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
         for source, block, again in work.blocks:
             piece: Piece
-            for piece in block.pieces(self._how.validation_fraction, log):
+            # what a repetition leaves out is counted already
+            for piece in block.pieces(self._how.validation_fraction, SkipLog(strict=False) if again else log):
                 if not (again and piece.held_out):
                     yield piece.text, (source, piece.num_bytes, piece.ends_document, piece.held_out)
             self._on_read(block.num_bytes)

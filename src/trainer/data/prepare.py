@@ -10,8 +10,8 @@ incomplete one is never used; after a kill the next process keeps the complete s
 one process build while others wait for it.
 
 Damage (unreadable files, documents that are not text) is an error that names it; `data.skip_damaged=true` leaves it out
-instead. What is left out is decided once, here, and recorded in prepared.json: a run that resumes has the same tokens
-in the same order, even if the source has changed.
+instead. What is left out is decided once, here, and recorded in prepared.json. A run resumes with the tokens that it
+began with: with other ones, of a source that has changed, it is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT
-from trainer.data.finish import REVISIONS, finish, tidy
+from trainer.data.finish import KEY, REVISIONS, finish, tidy
 from trainer.data.packing import PackedShard, Packing, PackJob, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
 from trainer.data.records import EMPTY, SkipLog
@@ -151,6 +151,8 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
     columns = [
         [reader.part.name, reader.part.weight, reader.part.text_column, reader.part.format.value] for reader in readers
     ]
+    if data.mix:  # else the name is that of the source
+        columns = [[*row, reader.part.source.value] for row, reader in zip(columns, readers, strict=True)]
     parts_of_it = {
         "format": FORMAT,
         "sources": [reader.fingerprint for reader in readers],
@@ -175,7 +177,10 @@ def _build(
 ) -> None:
     """Build `folder` from the sources, or continue the work of a dead process. The caller holds its lock."""
     partial = _partial(folder)
+    if partial.is_dir() and not ((partial / KEY).is_file() and (partial / KEY).read_text() == key):
+        shutil.rmtree(partial)  # other data's, that was to have this name
     partial.mkdir(exist_ok=True)
+    replace_file(partial / KEY, key.encode())
     if not (partial / SUMMARY).is_file():
         revisions = _pin(partial, readers)
         tokenizer = _tokenizer(partial, readers, data, vocab_size, report)

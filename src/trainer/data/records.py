@@ -11,10 +11,8 @@ number in [0, 1), is below `fraction`. So the split needs no seed and no list, a
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import Source, SourceConfig
+from trainer.data.compressed import BLOCK_BYTES, unpack, unpack_error
 from trainer.data.corpus import NOT_UTF8, lines_before, read_part, read_pieces, unreadable_reason
 
-BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
 """Limit of a line of JSON and of a compressed text file: each is in memory as a whole."""
 COUNTED_BYTES = 1 << 30
@@ -60,13 +58,18 @@ class Skipped:
     def line(self) -> str:
         """Format it without brackets."""
         first = f"first at {self.first}" if self.count > 1 else self.first
-        return f"{self.path}{', ' * bool(first)}{first}: {self.why}"
+        return f"{self._name}{', ' * bool(first)}{first}: {self.why}"
+
+    @property
+    def _name(self) -> str:
+        """The path, printable if it is not UTF-8."""
+        return self.path.encode(errors="backslashreplace").decode()
 
     def __str__(self) -> str:
         if not self.count:
-            return f"{self.path} ({self.why}{self.first and f', {self.first}'})"
+            return f"{self._name} ({self.why}{self.first and f', {self.first}'})"
         many = f"{self.count:,} documents" if self.count > 1 else "1 document"
-        return f"{many} of {self.path} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
+        return f"{many} of {self._name} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,8 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
     if column not in names:
         other = f", or leave it out by {part.key}.glob" if part.source is Source.files else ""
         raise UserError(f"{key}={column}: {label} has no such column: {_choice(names, schema is None)}{other}")
+    if list(names).count(column) > 1:
+        raise UserError(f"{key}={column}: {label} has several columns of that name: rename all but one")
     kind = str(schema.field(column).type) if schema is not None else "string"
     nested = any(word in kind for word in ("list", "struct", "map", "union"))
     if nested or not any(word in kind for word in ("string", "binary")):
@@ -375,35 +380,3 @@ class TextFile:
             log.add(self.label, EMPTY, "all of it")
         else:
             yield Piece(waiting, len(waiting.encode()), True, self.held_out)
-
-
-def unpack(path: Path) -> Iterator[bytes]:
-    """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated, for
-    a .gz file after what can be read."""
-    if path.suffix == ".gz":
-        held = bytearray()
-        try:
-            with gzip.open(path) as file:
-                while piece := file.read1(BLOCK_BYTES):  # `read` would drop what it has when it fails
-                    held += piece
-                    if len(held) >= BLOCK_BYTES:
-                        yield bytes(held)
-                        held.clear()
-        except (EOFError, zlib.error) as error:
-            if held:
-                yield bytes(held)
-            raise OSError("cut off" if isinstance(error, EOFError) else str(error)) from error
-        if held:
-            yield bytes(held)
-        return
-    import pyarrow  # the library zstandard accepts a truncated file as complete
-
-    with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            yield block
-
-
-def unpack_error(error: Exception) -> str:
-    """Return in words why a compressed file cannot be read."""
-    text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
-    return "cut off" if "truncated" in text.lower() or text == "cut off" else f"cannot be unpacked: {text}"

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
+from trainer.data.compressed import unpack, unpack_error
 from trainer.data.corpus import Document, divide, scan, split
 from trainer.data.csv_files import rows_of
 from trainer.data.records import (
@@ -38,8 +39,6 @@ from trainer.data.records import (
     TextFile,
     UnsplitBlock,
     check_column,
-    unpack,
-    unpack_error,
 )
 
 SUFFIXES = {

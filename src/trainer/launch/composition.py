@@ -76,13 +76,15 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     jobs, is_sweep = _composed(configs, name, arguments, base)
     if not jobs:  # --cfg and the like: Hydra has printed what was asked for
         raise SystemExit(OK)
+    for job in jobs:
+        _check_sections(job.tree)
     if is_sweep:
         if launch.under_torchrun:
             raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
         _name_runs(jobs)
         _check_resumed(jobs)
     for number, job in enumerate(jobs):
-        run_name = _run_name(job.tree)
+        run_name = job.tree.run.name if "run" in job.tree else None
         found = settings(job.overrides, **({} if run_name is None else {"name": run_name}))
         if found is not None and (base is None or found.source != base.source):  # a run's name is known only now
             jobs[number] = job = _compose_one(configs, name, job.overrides, found, job.folders)
@@ -137,13 +139,23 @@ def _check_recipes(configs: Path, argument: str, value: str) -> None:
             raise user_error(f"{argument}: {later} replaces the {what} of {earlier}; write +recipe={later}{swapped}")
 
 
-def _run_name(tree: "DictConfig") -> str | None:
+def _check_sections(tree: "DictConfig") -> None:
+    """Raise now what `load` would raise about the sections that are read before it: a value in place of one, or an
+    interpolation of nothing."""
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return (tree.get("run") or {}).get("name")
-    except OmegaConfBaseException:  # an interpolation of nothing: load() reports it
-        return None
+        sections = [tree[name] for name in ("run", "trainer") if name in tree]
+        if all(isinstance(section, DictConfig) for section in sections):
+            for section in sections:
+                OmegaConf.to_container(section, resolve=True)
+            return
+    except OmegaConfBaseException:
+        pass
+    from trainer.config import load
+
+    load(tree)
 
 
 def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:

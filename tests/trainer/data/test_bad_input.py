@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pyarrow import parquet
 
 from trainer.config.data import Format
 from trainer.data import DataConfig, Prepared, Source, prepare
-from trainer.data.records import unpack
+from trainer.data.compressed import unpack
 
 GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
 LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
@@ -172,9 +173,9 @@ def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.txt.gz"])
 def test_lines_too_long_for_memory_are_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of gigabytes would be in memory as a whole, and was put together again with each block."""
-    for module in ("records", "sources"):
+    for module in ("compressed", "records", "sources"):
         monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000, raising=False)
-        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
+        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000, raising=False)
     content = b"\n".join([*GOOD, json.dumps({"text": "long " * 2000}).encode(), *GOOD])
     (folder(files) / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))
@@ -204,6 +205,39 @@ def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:
     assert [str(each) for each in result.skipped] == [
         "100 documents of x.parquet (the row group cannot be read; first at row 200)"
     ]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_what_comes_before_damage_at_the_end_of_a_compressed_file_is_read(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    """Of a wrong checksum or trailing bytes, and of a file that is cut off."""
+    content, name = b"\n".join(LONG), "x.gz" if pack is gzip.compress else "x.zst"
+    whole = pack(content)
+    flipped = whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]
+    most = len(content) - (0 if pack is gzip.compress else 1 << 14)
+    for damaged, least in ((flipped, most), (whole + b"garbage", most), (whole[:-20], 1)):
+        if pack is zstandard.compress and damaged is flipped:
+            continue  # it has no checksum
+        (tmp_path / name).write_bytes(damaged)
+        found: list[bytes] = []
+        with pytest.raises(OSError, match=r"."):
+            found.extend(unpack(tmp_path / name))
+        assert content.startswith(b"".join(found)) and len(b"".join(found)) >= least
+
+
+def test_two_columns_of_the_name_are_an_error(files: DataConfig) -> None:
+    rows = pyarrow.array(["a text"] * 9)
+    parquet.write_table(pyarrow.table([rows, rows], names=["text", "text"]), folder(files) / "x.parquet")
+    with pytest.raises(ValueError, match=r"data\.text_column=text: x\.parquet has several columns of that name"):
+        prepare(files, 512)
+
+
+def test_a_name_that_is_not_utf8_is_printable(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
+    (folder(files) / os.fsdecode(b"\xff.jsonl")).touch()
+    (skipped,) = prepare(files, 512).skipped
+    assert "\\udcff.jsonl" in f"{skipped}{skipped.line()}".encode().decode()
 
 
 def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(files: DataConfig) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from run_folders import snapshot
 
+from trainer.config.data import MixEntry
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data.corpus import scan, split
 from trainer.data.prepared import accept_prepared
@@ -124,6 +125,28 @@ def test_data_whose_preparation_was_killed_is_never_used(
     assert result.built
     assert snapshot(result.folder) == snapshot(prepared.folder)
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
+
+
+def test_unfinished_work_for_a_folder_is_used_for_the_same_data_only(
+    make_config: MakeConfig, own_corpus: Path, corpus_folder: Path, tmp_path: Path
+) -> None:
+    """Of another preparation that was to have this name, not even the tokenizer is used."""
+    (own_corpus / "bad.py").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"bad\.py"):
+        prepare(make_config(own_corpus), 300, folder=tmp_path / "out")
+    assert (tmp_path / "out.partial" / "tokenizer.json").is_file()
+    elsewhere = prepare(make_config(corpus_folder), 512)
+    assert snapshot(prepare(make_config(corpus_folder), 512, folder=tmp_path / "out").folder) == snapshot(
+        elsewhere.folder
+    )
+
+
+def test_a_source_of_a_mix_that_is_read_in_another_way_is_other_data(make_config: MakeConfig, tmp_path: Path) -> None:
+    for n in range(30):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps({"text": f"document {n}"}) + "\n")
+    read = [MixEntry("a", source=source, path=str(tmp_path), glob="*.jsonl") for source in (Source.text, Source.files)]
+    as_text, as_lines = (prepare(make_config(tmp_path, path=None, mix=[entry]), 280) for entry in read)
+    assert as_text.folder != as_lines.folder
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(make_config: MakeConfig, own_corpus: Path) -> None:

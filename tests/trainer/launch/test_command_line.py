@@ -117,6 +117,8 @@ MISTAKES = {
     "run.name=(": "run.name=(: cannot be read as KEY=VALUE",
     "optim.lr=1e-3,1e-4": "several values; add -m",
     "run.name=${nothing}": "run.name: Interpolation key 'nothing' not found",
+    "trainer.max_steps=${nothing}": "trainer.max_steps: Interpolation key 'nothing' not found",
+    "run=foo": "run=foo: must be a section with the keys name, dir",
     "--config-name=nope": "Cannot find primary config 'nope'",
     "=3": "the command line cannot be read",
     "run.dir=~/runs": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
