@@ -123,7 +123,7 @@ class Run:
         rewinds = self.world.on_rank_0(self.ladder.read)
         state, meta, fresh = self._load_training_state(path)
         self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
-        self._apply_rewinds()
+        self.apply_rewinds(self.folder.first_step + 1)
         self.sinks.load_state_dict(state["sinks"])
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
@@ -153,7 +153,6 @@ class Run:
         message = self.ladder.take(choice, step, self.sinks.event)
         assert isinstance(choice, Rewind)
         self._load_training_state(self.checkpointer.folder / checkpoint_name(choice.to))
-        self._apply_rewinds()
         self.sinks.rewind(choice.to)
         self.checkpointer.rewind_to(choice.to)
         what = {key: value for key, value in asdict(choice).items() if key != "step"}
@@ -170,10 +169,9 @@ class Run:
         torch.set_rng_state(state["rng"]["cpu"])
         return state, meta, fresh
 
-    def _apply_rewinds(self) -> None:
-        """Apply the left-out windows and lowered rates of all rewinds so far to the loaded state."""
-        self.loader.leave_out(self.ladder.left_out)
-        self.engine.optimizer.schedule.lower(*self.ladder.lowered)
+    def apply_rewinds(self, step: int) -> None:
+        """Apply the left-out windows and lowered rates that hold from this step on to the loaded state."""
+        self.ladder.apply(step, self.loader, self.engine.optimizer.schedule)
 
 
 def build(config: Config, overrides: list[str], world: World) -> Run:

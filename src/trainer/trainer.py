@@ -66,6 +66,8 @@ class Trainer:
                     self.step += 1
                     run.world.rank_group.step = self.step
                     self._enter()
+                    if run.ladder.begins(self.step):
+                        run.apply_rewinds(self.step)
                     run.profiler.begin(self.step)
                     with run.stragglers.waits_for_data():
                         tokens = run.loader.next(*run.engine.data_share)

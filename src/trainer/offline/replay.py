@@ -152,8 +152,12 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
     engine = build_engine(config, device, saved_backends(target.run, target.step))
     set_document_masking(engine.model, t, data)
-    _restore(target, config, engine, loader)
-    for step in range(target.first + 1, target.step):
+    ladder = _restore(target, config, engine, loader)
+    for step in range(target.first + 1, target.step + 1):
+        if ladder.begins(step):
+            ladder.apply(step, loader, engine.optimizer.schedule)
+        if step == target.step:
+            break
         engine.enter(timeline.at(step), timeline.weights(step), None)
         _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
@@ -202,7 +206,8 @@ def _train(engine: Engine, step: int, loader: Loader, tokens: Tensor, microbatch
     return train_step(engine, step, tokens, microbatch_size)
 
 
-def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loader) -> None:
+def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loader) -> Ladder:
+    """Load the state to begin with. Return the ladder with the rewinds of the target's history."""
     if target.checkpoint is not None:
         state, _ = read(target.checkpoint, engine.restorable_tensors(), verified=True)
         engine.load_state(state)
@@ -211,8 +216,8 @@ def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loade
         torch.set_rng_state(state["rng"]["cpu"])
     ladder = Ladder(config.recovery, target.run, config.trainer.global_batch_size)
     ladder.load_state_dict({"streak": []}, target.rewinds)
-    loader.leave_out(ladder.left_out)
-    engine.optimizer.schedule.lower(*ladder.lowered)
+    ladder.apply(target.first + 1, loader, engine.optimizer.schedule)
+    return ladder
 
 
 def _likely(target: ReplayTarget, served: np.ndarray, microbatch_size: int) -> int:

@@ -32,8 +32,9 @@ from trainer.checkpoint import (
 )
 from trainer.config.paths import as_typed
 from trainer.config.recovery import RecoveryConfig
-from trainer.data.loader import merge_ranges, window_name
+from trainer.data.loader import Loader, merge_ranges, window_name
 from trainer.digests import read_signed, write_signed
+from trainer.optim.adamw import LearningRate
 from trainer.run.names import RECOVERY
 from trainer.step.guard import TrainingStopped
 
@@ -148,15 +149,18 @@ class Ladder:
         run = f"{as_typed('run.dir', str(self._folder.parent))} run.name={self._folder.name} run.resume=auto"
         return f"{where}; then resume with {run} and {listed}"
 
-    @property
-    def left_out(self) -> list[list[int]]:
-        """[begin, end) of all windows of the run's stream that are left out."""
-        return merge_ranges(windows for rewind in self.rewinds for windows in rewind.windows)
+    def apply(self, step: int, loader: Loader, schedule: LearningRate) -> None:
+        """Before a step, apply the windows left out and the lowered rate of the rewinds up to the last one that went
+        back to before it: a run that resumes from an older checkpoint repeats what it did until then."""
+        last = max((i for i, rewind in enumerate(self.rewinds) if rewind.to < step), default=-1)
+        if last >= 0:
+            done = self.rewinds[: last + 1]
+            loader.leave_out(merge_ranges(windows for rewind in done for windows in rewind.windows))
+            schedule.lower(done[-1].lr_factor, done[-1].lr_until)
 
-    @property
-    def lowered(self) -> tuple[float, int]:
-        """Factor of the learning rate, and the number of committed steps up to which it holds."""
-        return (self.rewinds[-1].lr_factor, self.rewinds[-1].lr_until) if self.rewinds else (1.0, 0)
+    def begins(self, step: int) -> bool:
+        """Return whether a step is the first after a checkpoint that a rewind went back to."""
+        return any(rewind.to == step - 1 for rewind in self.rewinds)
 
     def write(self, choice: Rewind, on_event: OnEvent) -> None:
         """Write all rewinds and `choice` to the run folder. A failing disk does not end the run."""
@@ -177,7 +181,7 @@ class Ladder:
         entries = read_signed(path, ("rewinds",), why)["rewinds"]
         try:
             return [asdict(_rewind(entry)) for entry in entries]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +195,12 @@ class Ladder:
 
 
 def _rewind(entry: Mapping[str, Any]) -> Rewind:
-    return Rewind(**{field.name: entry[field.name] for field in fields(Rewind)})
+    found = Rewind(**{field.name: entry[field.name] for field in fields(Rewind)})
+    found.windows = [[int(begin), int(end)] for begin, end in found.windows]
+    numbers = (found.step, found.first, found.to, found.attempt, found.lr_until)
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(found.lr_factor, int | float):
+        raise TypeError(f"not numbers in {entry}")
+    return found
 
 
 def _step(checkpoint: Path | None) -> int | None:

@@ -1,8 +1,11 @@
 """The ladder's bookkeeping: what is left out, what survives in recovery.json, and what damage to it means."""
 
+import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -45,12 +48,40 @@ def test_rewinds_and_the_streak_survive_a_resume(tmp_path: Path) -> None:
     other = ladder(tmp_path)
     other.load_state_dict(ours.state_dict(), other.read())
     assert other.streak == ours.streak and other.rewinds == [REWIND] and not events
-    assert other.left_out == [[28, 40]] and other.lowered == (0.5, 17)
-    assert ladder(tmp_path / "other").read() == [] and ladder(tmp_path / "other").lowered == (1.0, 0)
+    assert ladder(tmp_path / "other").read() == []
+
+
+def test_a_step_has_the_rewinds_up_to_the_last_one_that_went_back_to_before_it(tmp_path: Path) -> None:
+    ours = ladder(tmp_path)
+    ours.rewinds = [REWIND, replace(REWIND, to=9, windows=[[48, 52]], lr_until=20), replace(REWIND, to=3, lr_until=30)]
+    for rewinds, step, windows, until in (
+        (ours.rewinds[:2], 6, None, None),
+        (ours.rewinds[:2], 7, [[28, 40]], 17),
+        (ours.rewinds[:2], 9, [[28, 40]], 17),
+        (ours.rewinds[:2], 10, [[28, 40], [48, 52]], 20),
+        (ours.rewinds, 3, None, None),
+        (ours.rewinds, 4, [[28, 40], [48, 52]], 30),
+    ):
+        loader, schedule, other = Mock(), Mock(), ladder(tmp_path)
+        other.rewinds = rewinds
+        other.apply(step, loader, schedule)
+        assert loader.mock_calls == ([] if windows is None else [call.leave_out(windows)])
+        assert schedule.mock_calls == ([] if until is None else [call.lower(0.5, until)])
+    assert [step for step in range(1, 12) if ours.begins(step)] == [4, 7, 10]
 
 
 @pytest.mark.filterwarnings("ignore:.*from before files had digests")
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rewinds": [{"step": 3}]}', '{"rewinds": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"rewinds": [asdict(REWIND) | {"windows": [[3]]}]}),
+        "",
+        "{}",
+        "[]",
+        '{"rewinds": [{"step": 3}]}',
+        '{"rewinds": 3}',
+    ],
+)
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "recovery.json").write_text(text)
     with pytest.raises(ValueError, match=r"recovery\.json: .*; remove it; the data that was left out") as refusal:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
+from trainer.offline.replay import config_of, find, replay
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
+FP32 = Path(__file__).parents[3] / "configs" / "precision" / "fp32.yaml"
 Configs = Callable[..., Config]
 BITWISE = ("loss/", "optim/", "moe/", "fp8/")
 FAST = ("data.validation_fraction=0.03", "model.num_mtp_layers=0", "health.every=0", "precision=fp32")
@@ -87,6 +89,21 @@ def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
         if "optim/lr" in line
     ]
     assert rates == pytest.approx([1.0] * 6 + [0.5] * 4 + [1.0] * 3), "to 3 committed steps beyond the 7 before the row"
+
+
+def test_a_run_that_falls_back_beyond_a_rewind_repeats_what_came_before_it(config: Configs) -> None:
+    """Windows in the margin, which it has read, and the learning rate."""
+    keys = (*RUN, BAD_DATA, "recovery.rewind.margin=2", "recovery.rewind.lr_factor=0.5", "recovery.rewind.lr_steps=3")
+    through = Trainer(config(*keys, "run.name=through")).train().folder
+    assert events(through, "rollback")[0]["windows"] == [[20, 48]]
+    run = Trainer(config(*keys)).train().folder
+    for step in (6, 9, 12, 13):  # as if damaged: the run falls back to step 3
+        (run / "checkpoints" / f"step_{step:08d}" / "state.json").write_text("damaged")
+    again = Trainer(config(*keys))
+    assert again.step == 3
+    assert bitwise(again.train().folder) == bitwise(through)
+    seen = replay(find(through, 6, 9), config_of(find(through, 6, 9), [], faults=False), FP32, None)
+    assert seen.ours.loss == pytest.approx(seen.target.logged["loss/total"], rel=1e-6)  # type: ignore[index]
 
 
 def test_the_same_trouble_goes_back_further_and_then_stops(config: Configs) -> None:
