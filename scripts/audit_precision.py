@@ -26,7 +26,9 @@ def run() -> None:
     given = parser.parse_intermixed_args()
     asked = [word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")]
     if any(word.partition("=")[2] != given.device for word in asked):
-        raise UserError(f"{asked[0]}: the audit has an option for it; write --device {asked[0].partition('=')[2]}")
+        device = asked[0].partition("=")[2]
+        choice = device if device in LENGTHS else " or ".join(LENGTHS)
+        raise UserError(f"{asked[0]}: the audit has an option for it; write --device {choice}")
     sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch

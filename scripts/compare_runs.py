@@ -32,15 +32,17 @@ import yaml
 from precision.errors import UserError
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
-from trainer.config_diff import changes, configs_before, flat, read_yaml
+from trainer.config_diff import changes, configs_before, flat, read_yaml, shapes_of
 from trainer.files import parse_lines
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
+from trainer.health.dashboard.page import distinct
 from trainer.launch.command_line import Parser, guarded
 from trainer.run.names import CONFIG, METRICS
 
 # sections that change no number of a run
 NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
+PHASES = "trainer.phases"
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
@@ -98,7 +100,7 @@ class Run:
     def differs_in(self, other: "Run") -> set[str]:
         """Return the keys of the config that matter and differ."""
         keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
-        different = {key for key in keys if self.config.get(key) != other.config.get(key)}
+        different = {key for key in keys if str(self.config.get(key)) != str(other.config.get(key))}  # NaN is itself
         if self.tokenizer == other.tokenizer:  # runs of two machines have the same data in two places
             different -= {key for key in PLACES if names(self.config.get(key)) == names(other.config.get(key))}
         return different
@@ -194,6 +196,8 @@ def check_comparable(runs: list[Run]) -> None:
         for key in ("trainer.global_batch_size", "trainer.sequence_length"):
             if key in different:
                 refuse(other, key, first, "another data order")
+        if shapes_of(other.config.get(PHASES)) != shapes_of(first.config.get(PHASES)):
+            refuse(other, PHASES, first, "another data order")
         if other.seed != first.seed and not any(is_twin(other, run) for run in runs):
             refuse(other, "trainer.seed", first, "another data order, and no run beside it differs in the seed alone")
 
@@ -223,10 +227,10 @@ def name_runs(runs: list[Run]) -> None:
     """Set labels: the recipe, plus the seed if it differs, plus the folder if that is not enough."""
     for run in runs:
         run.label = run.recipe + (f", seed {run.seed}" if is_noise(run, runs) else "")
-    labels = [run.label for run in runs]
-    for run in runs:
-        if labels.count(run.label) > 1:
-            run.label += f" ({run.path.name})"
+    labels, folders = [run.label for run in runs], distinct([run.path for run in runs])
+    for run, label, folder in zip(runs, labels, folders, strict=True):
+        if labels.count(label) > 1:
+            run.label += f" ({folder})"
 
 
 def table(runs: list[Run], last: int, markdown: bool) -> str:

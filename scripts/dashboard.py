@@ -37,7 +37,7 @@ def run() -> None:
     parser.add_argument("--serve", action="store_true", help="serve the page on this machine, as it changes")
     parser.add_argument("--port", type=int, metavar="PORT", help="of --serve (8765)")
     arguments = parser.parse_args()
-    if len(set(arguments.runs)) < len(arguments.runs):
+    if len({path.resolve() for path in arguments.runs}) < len(arguments.runs):
         raise UserError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
     if arguments.serve:
         if arguments.out is not None:

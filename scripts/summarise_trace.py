@@ -40,7 +40,8 @@ def run() -> None:
         raise UserError(f"--rows {options.rows}: set 1 or more")
     path = find(options.trace)
     events = read(path)
-    steps = len({e["name"] for e in events if e.get("cat") == "user_annotation" and re.match(r"step \d+$", e["name"])})
+    spans = [e for e in events if e.get("cat") == "user_annotation" and re.match(r"step \d+$", e["name"])]
+    steps = len(spans)  # a step that a rewind repeats counts twice
     print(f"{path}: {steps} step{'s' * (steps != 1)}")
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     if on_gpu:
@@ -63,9 +64,14 @@ def read(path: Path) -> list[Event]:
     """Return the events of a trace that take time."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return [event for event in json.load(file)["traceEvents"] if "dur" in event]
+            return [event for event in json.load(file)["traceEvents"] if _takes_time(event)]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: no trace of torch's profiler ({error})") from error
+
+
+def _takes_time(event: Any) -> bool:
+    times = (event.get("ts"), event.get("dur")) if isinstance(event, dict) else (None,)
+    return all(isinstance(time, int | float) for time in times) and isinstance(event.get("name"), str)
 
 
 def gpu(events: list[Event], steps: int) -> list[str]:

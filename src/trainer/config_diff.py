@@ -83,12 +83,24 @@ def changed_keys(before: Any, now: Any, most: int = 8, but: Collection[str] = ("
     """Return keys that two configs' trees both have with different values, with both values; without the sections
     `but`: by default the run's location. Empty if there are none."""
     theirs, ours = flat(before), flat(now)
-    keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
+    keys = [
+        key
+        for key in ours
+        if key in theirs and _shown(ours[key]) != _shown(theirs[key]) and key.partition(".")[0] not in but
+    ]
     changed = [
         f"{key} {HIDDEN}" if is_secret(key) else f"{key} {_shown(theirs[key])} -> {_shown(ours[key])}"
         for key in keys[:most]
     ]
     return ", ".join([*changed, *([f"and {len(keys) - most} more"] if len(keys) > most else [])])
+
+
+def shapes_of(phases: Any) -> list[tuple[Any, ...]]:
+    """Return what `trainer.phases` in a config's tree says about batches: each phase's end, batch and sequence length;
+    empty if no phase has a batch or length of its own."""
+    keys = "until", "global_batch_size", "sequence_length"
+    found = [tuple(map(each.get, keys)) for each in phases or [] if isinstance(each, dict)]
+    return found if any(batch or length for _, batch, length in found) else []
 
 
 def _shown(value: Any) -> str:

@@ -115,6 +115,8 @@ class Trainer:
             return
         self._review()  # of steps with the shape before
         run.engine.enter(*now, self._now)
+        if self._now is not None and self._now[0] != shape:
+            run.alerts.another_shape()
         run.health.batch, run.health.microbatch = shape.batch, shape.microbatch
         run.diagnosis.microbatch_size = shape.microbatch
         self._throughput.flops_per_token = flops_per_token(self.config.model, shape.length) / run.world.size
@@ -175,7 +177,7 @@ class Trainer:
                     self._save()
             elif at_end and (name := stop.new_signal()) is not None:
                 state = "all steps are trained, and the last evaluation continues; a second signal ends it"
-                r.sinks.event("signal", self.step, f"{name}: {state}")
+                r.sinks.event("signal", self.step, f"{name}: {state}", finishes=True)
 
         batches = validation_batches(r.data.validation, length, size, most)
         loss = mean_loss(e.model, batches, size, e.world, seen)

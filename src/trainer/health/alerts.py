@@ -86,6 +86,9 @@ class Rule:
         """
         raise NotImplementedError
 
+    def another_shape(self) -> None:
+        """Take note that steps have another batch or sequence length from the next one on."""
+
 
 class History:
     """The last `size` values of a quantity, with their steps. Adding a step again drops the later ones."""
@@ -175,6 +178,11 @@ class Alerts:
             self._names = entry["names"]
         else:
             self._inside = entry
+
+    def another_shape(self) -> None:
+        """Pass on that steps have another batch or sequence length from the next one on."""
+        for rule in self._rules:
+            rule.another_shape()
 
     def check(self, metrics: Entry) -> list[Alert]:
         """Return the alerts to raise for a logged line."""

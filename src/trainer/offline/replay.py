@@ -97,7 +97,11 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
     last = max(known, default=0)
     if not 1 <= step <= last:
         raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
-    skipped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in SKIPPED]
+    skipped = [
+        i
+        for i, entry in enumerate(events)
+        if entry["step"] == step and entry.get("kind") in SKIPPED and not _is_discarded(step, events[i + 1 :])
+    ]
     event = events[skipped[-1]] if skipped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
     if skipped:  # later ones belong to a later history
@@ -218,6 +222,11 @@ def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loade
     ladder.load_state_dict({"streak": []}, target.rewinds)
     ladder.apply(target.first + 1, loader, engine.optimizer.schedule)
     return ladder
+
+
+def _is_discarded(step: int, later: list[dict[str, Any]]) -> bool:
+    """Return whether the run resumed from before a step after it reported it."""
+    return any(entry.get("kind") == "resume" and entry["step"] < step for entry in later)
 
 
 def _likely(target: ReplayTarget, served: np.ndarray, microbatch_size: int) -> int:

@@ -50,8 +50,9 @@ Notice = Mapping[str, Any]
 
 def check_targets(webhook: str | None, command: str | None) -> None:
     """Raise UserError, naming key, value and fix, for a webhook or command that can never work."""
-    if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
-        raise UserError("health.alerts.webhook: not an address to post to; set http://... or https://...")
+    if webhook is not None and not _is_address(webhook):
+        kind = "http:// or https:// and a host, without a user name, blanks or letters beyond ASCII"
+        raise UserError(f"health.alerts.webhook: not an address to post to; set {kind}")
     if command is None:
         return
     try:
@@ -61,6 +62,15 @@ def check_targets(webhook: str | None, command: str | None) -> None:
     if not words or shutil.which(words[0]) is None:
         name = words[0] if words else ""
         raise UserError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
+
+
+def _is_address(webhook: str) -> bool:
+    try:
+        parts = urlsplit(webhook)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.username is None
+        return bool(known) and parts.port != 0 and all(" " < letter <= "~" for letter in webhook)
+    except ValueError:  # of brackets, or of the port
+        return False
 
 
 def is_sent(kind: str, what: Mapping[str, Any]) -> bool:
@@ -137,6 +147,8 @@ class _Channel:
         while (notice := self._queue.get()) is not None and not self._closed:
             try:
                 self._deliver(notice)
+            except http.client.InvalidURL:  # its text has the path, which may be a secret
+                self._fail("the address is not valid")
             except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
                 self._fail(" ".join(str(error).split()) or type(error).__name__)
             finally:

@@ -44,11 +44,11 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """Start recording if the window begins with `step`. Call it before a step."""
-        if step not in self._window:
-            return
         if self._profile is None:
+            if step not in self._window:
+                return
             self._start(step)
-        self._last = step
+        self._last = step  # below the window's first after a rewind within it
         self._span = record_function(f"step {step}")
         self._span.__enter__()
 

@@ -15,11 +15,12 @@ import re
 import time
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.config_diff import HIDDEN, flat, is_secret
+from trainer.config_diff import HIDDEN, flat, is_secret, shapes_of
 from trainer.health.dashboard.decimate import curves, gap, grid
 from trainer.health.dashboard.read import Run
 from trainer.health.dashboard.summary import TRAIN, VALIDATION, summary
@@ -39,6 +40,7 @@ MESSAGE = 400
 MTP = "loss/mtp"
 """0 in a run without multi-token prediction: left out, since it would pull the axis of the losses down to 0."""
 ORDER_OF_DATA = ("trainer", "seed"), ("trainer", "global_batch_size"), ("trainer", "sequence_length"), ("data", "path")
+ORDER_OF_DATA += (("trainer", "phases"),)  # of these the shapes
 SCRIPTS = "plot.js", "line.js", "map.js", "tables.js", "page.js"
 
 
@@ -64,7 +66,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
     buckets = int(np.clip(NUMBERS // (3 * num_series), 80, 1000))
     columns = int(np.clip(CELLS // num_rows, 24, 300))
     out = []
-    for i, (run, name, cursor) in enumerate(zip(runs, names(runs), sent, strict=True)):
+    for i, (run, name, cursor) in enumerate(zip(runs, distinct([run.path for run in runs]), sent, strict=True)):
         if cursor is not None and cursor.generation != run.generation:
             cursor = None
         since = (lambda key, at: 0) if cursor is None else (lambda key, at, of=cursor: getattr(of, at).get(key, 0))
@@ -94,14 +96,14 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
     return {"time": time.time(), "remark": remark(runs), "differences": differences(runs), "runs": out}
 
 
-def names(runs: Sequence[Run]) -> list[str]:
-    """Return each run's folder, with as many parent folders as make the names distinct."""
-    parts = [run.path.absolute().parts for run in runs]
+def distinct(folders: Sequence[Path]) -> list[str]:
+    """Return the folders of runs, each with as many parent folders as make the names distinct."""
+    parts = [folder.absolute().parts for folder in folders]
     for depth in range(1, max(map(len, parts), default=1)):
         found = ["/".join(part[-depth:]) for part in parts]
         if len(set(found)) == len(found):
             return found
-    return [str(run.path) for run in runs]
+    return [str(folder) for folder in folders]
 
 
 def remark(runs: Sequence[Run]) -> str:
@@ -110,7 +112,7 @@ def remark(runs: Sequence[Run]) -> str:
     for run in (run for run in runs[1:] if first.config and run.config):
         for section, key in ORDER_OF_DATA:
             a, b = ((one.config.get(section) or {}).get(key) for one in (first, run))
-            if a != b:
+            if (shapes_of(a) != shapes_of(b)) if key == "phases" else a != b:
                 return (
                     f"{run.path.name} differs from {first.path.name} in {section}.{key}: of a step they saw other "
                     "tokens, and only the gap in validation loss counts"

@@ -118,7 +118,7 @@ def ending(run: Run) -> str:
     for event in reversed(run.events):
         if event["kind"] == "resume":
             return ""
-        if event["kind"] in ("failure", "signal"):
+        if event["kind"] in ("failure", "signal") and not event.get("finishes"):
             return str(event.get("message", ""))
     try:
         with (run.path / LOG).open("rb") as file:

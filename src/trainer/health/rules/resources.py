@@ -7,8 +7,8 @@ from trainer.health.alerts import Alert, Entry, History, Rule, number
 
 
 class ThroughputDrop(Rule):
-    """Below `share` of the median of this process's lines so far, for three consecutive lines and at least half a
-    minute.
+    """Below `share` of the median of this process's lines so far with this batch and sequence length, for three
+    consecutive lines and at least half a minute.
 
     The first lines do not count: they include compilation. One slow line (a checkpoint, a neighbour) is ignored. Slow
     lines are not part of the median.
@@ -18,8 +18,12 @@ class ThroughputDrop(Rule):
     LINES, FIRST, FEWEST, SLOW, SECONDS = 100, 2, 10, 3, 30.0
 
     def __init__(self, share: float):
-        self._share, self._rates = share, History(self.LINES)
-        self._seen, self._last = 0, 0
+        self._share, self._last = share, 0
+        self.another_shape()
+
+    def another_shape(self) -> None:
+        """Begin anew: other steps have another speed."""
+        self._rates, self._seen = History(self.LINES), 0
         self._slow, self._seconds = 0, 0.0
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
