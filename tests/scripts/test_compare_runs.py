@@ -188,6 +188,18 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> N
     assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
 
 
+def test_phases_with_other_batches_are_another_order_of_the_data(runs: Path, tmp_path: Path, compare: Run) -> None:
+    """Those that move the learning rate alone are not."""
+    for phase, code in (("{until: 3, sequence_length: 16}", 2), ("{until: 3, lr: 1e-4}", 0)):
+        other = tmp_path / f"phases{code}"
+        shutil.copytree(runs / "bf16", other)
+        config = (other / "config.yaml").read_text()
+        (other / "config.yaml").write_text(config.replace("phases: []", f"phases: [{phase}]"))
+        done = compare(runs, "bf16", str(other), "--no-plots")
+        assert done.returncode == code, done.stderr
+        assert ("another data order" in done.stderr) == (code == 2)
+
+
 def test_the_same_data_in_another_place_is_the_same(runs: Path, tmp_path: Path, compare: Run) -> None:
     """A run of another machine; where the text is called otherwise, or gave another tokenizer, it is other data."""
     other = tmp_path / "moved"

@@ -124,6 +124,16 @@ def test_a_step_stands_for_other_data_after_a_rewind(gone_back: Path) -> None:
     assert done.windows.tolist() == [32, 33], "24 to 31 were read by steps 5 and 6"
 
 
+def test_what_a_discarded_course_reported_is_not_about_the_step(run: Path, tmp_path: Path) -> None:
+    """The run resumed from step 3, and trained step 4 again."""
+    copy = tmp_path / "resumed"
+    shutil.copytree(run, copy)
+    assert find(copy, 4, 10).event is not None
+    with (copy / "events.jsonl").open("a") as events:
+        events.write('{"step": 3, "kind": "resume", "message": "resumed from step_00000003"}\n')
+    assert find(copy, 4, 10).event is None
+
+
 def test_replay_prints_where_the_step_went_bad(run: Path, run_python: Run) -> None:
     done = run_python(str(ROOT / "scripts" / "replay_step.py"), str(run), "4", "--only", "layers.1.*")
     assert done.returncode == 0, done.stderr

@@ -75,6 +75,14 @@ def test_of_many_ranks_the_first_trace_is_read(summarise: Run, tmp_path: Path) -
     assert summarise(tmp_path).stdout.startswith(f"{folder / 'trace_step2-3_rank1.json.gz'}: 0 steps")
 
 
+def test_a_step_that_is_there_twice_counts_twice(summarise: Run, tmp_path: Path) -> None:
+    """As after a rewind; what is no event of a trace counts for nothing."""
+    step = {"name": "step 7", "cat": "user_annotation", "ts": 1, "dur": 2}
+    events = [step, step | {"ts": 9}, "durx", {"dur": 1, "cat": "user_annotation"}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert summarise(tmp_path / "trace.json").stdout.startswith(f"{tmp_path / 'trace.json'}: 2 steps")
+
+
 def test_what_is_no_trace_is_one_line(summarise: Run, tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' * 99)[:40])
     (tmp_path / "spoilt.json.gz").write_bytes(gzip.compress(b"{}")[:10] + b"\xff" * 20)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from precision.errors import UserError
 from trainer.config import Config
 from trainer.launch.liveness.job_store import Failure
 from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks, notify
-from trainer.sinks.notify import Notifier, is_sent
+from trainer.sinks.notify import Notifier, check_targets, is_sent
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -108,6 +109,25 @@ def test_a_webhook_that_does_not_work_is_reported_once(
     server.answers.set()
     (warning,) = warned
     assert warning.startswith("health.alerts.webhook (127.0.0.1) failed: ") and "secret" not in warning
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://[foo",
+        "http://host:abc/",
+        "ftp://host/",
+        "https:///x",
+        "http://me:pw@host/",
+        "http://host/a b",
+        "http://host/é",
+    ],
+)
+def test_an_address_that_can_never_work_is_refused_and_not_shown(address: str) -> None:
+    with pytest.raises(UserError, match=r"^health\.alerts\.webhook: not an address to post to; set http") as refusal:
+        check_targets(address, None)
+    assert address not in str(refusal.value)
+    check_targets("https://hooks.example.com:8443/services/T0/B0?x=%20", None)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     with events.open("a") as file:
         file.write('{"step": 5, "kind": "resume", "message": "resumed"}\n')
     assert stands() == "running"
-    assert summary(opened(small(tmp_path, "done")))["state"] == "finished"
+    done = small(tmp_path, "done")
+    (done / "events.jsonl").write_text('{"step": 9, "kind": "signal", "message": "SIGTERM: all", "finishes": true}\n')
+    assert summary(opened(done))["state"] == "finished", "a signal in the last evaluation"
     assert summary(opened(tmp_path / "nowhere"))["state"] == "waiting"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from precision.config import Granularity, Method, ScalingConfig
 from trainer.health.alerts import Alert, Alerts
-from trainer.health.rules.resources import MemoryGrowth
+from trainer.health.rules.resources import MemoryGrowth, ThroughputDrop
 from trainer.health.rules.tensors import Saturated, Underflown
 
 Metrics = dict[str, Any]
@@ -152,6 +152,17 @@ def test_each_fires_on_its_fault(
     assert re.search(says, first.message), first.message
     assert (about or "") in (first.tensor or first.block or "")
     assert first.what()["rule"] == rule and math.isfinite(first.value)
+
+
+def test_another_speed_with_another_batch_is_no_drop() -> None:
+    for is_told in (False, True):
+        rule, said = ThroughputDrop(0.7), []
+        for step in range(100, 4000, 100):
+            if step == 2000 and is_told:
+                rule.another_shape()
+            rate = 1000.0 if step < 2000 else 500.0
+            said += rule.check(step, {"perf/tokens_per_second": rate, "perf/step_seconds": 1.0}, None) or []
+        assert bool(said) is not is_told
 
 
 @pytest.mark.parametrize(("fault", "within"), [(plateau, 2000), (rise, 100), (kurtosis(6.0), 1000)])
