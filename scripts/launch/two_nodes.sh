@@ -32,10 +32,28 @@ else
     [[ -n ${HEAD:-} ]] || refuse "HEAD: which machine do they meet at? set HEAD=HOST:PORT"
     meeting=(--rdzv_backend=c10d "--rdzv_endpoint=$HEAD" "--rdzv_id=${JOB:-octet}")
 fi
-case " $* " in
-*" parallel="*) ;;
-*) set -- parallel=fsdp "$@" ;;
-esac
+# whether the run that the arguments continue has a layout for several processes, which it keeps
+has_layout() {
+    local word before='' dir=runs name='' run=''
+    for word in "$@"; do
+        case $before:$word in
+        --from-run:*) run=$word ;;
+        *:run.resume=never | *:run.resume=auto) ;;
+        *:--from-run=* | *:run.resume=*) run=${word#*=} ;;
+        *:run.dir=*) dir=${word#*=} ;;
+        *:run.name=*) name=${word#*=} ;;
+        esac
+        before=$word
+    done
+    run=${run:-${name:+$dir/$name}}
+    run=${run%/checkpoints/*}
+    [[ -f $run/config.yaml ]] || return 1
+    sed -n '/^parallel:/,/^[^ ]/p' "$run/config.yaml" |
+        grep -Eq '^ +(replicate|shard|context|tensor|pipeline|expert): *(-|[02-9]|1[0-9])'
+}
+if [[ " $* " != *" parallel="* ]] && ! has_layout "$@"; then
+    set -- parallel=fsdp "$@"
+fi
 # a stop (SIGTERM, Ctrl-C) saves first: torchrun would wait for 30 s and then kill
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # else pages about connections that close when a node is lost

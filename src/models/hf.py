@@ -162,11 +162,25 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
                 "Face (run.init_from starts a run from its checkpoints)"
             )
     if config.router_scoring is RouterScoring.softmax:
-        for key in ("num_mtp_layers", "norm_topk_prob"):
-            if value := getattr(config, key):
-                raise UserError(
-                    f"model.{key}={value}: transformers' deepseek_v2 does not support it; the model cannot be exported"
-                )
+        if config.num_mtp_layers:
+            raise UserError(
+                f"model.num_mtp_layers={config.num_mtp_layers}: transformers' deepseek_v2 does not support it; leave "
+                "--mtp out"
+            )
+        if config.norm_topk_prob:
+            raise UserError(
+                "model.norm_topk_prob=True: transformers' deepseek_v2 does not support it; the model cannot be exported"
+            )
+        if config.hidden_size % config.num_heads:
+            raise UserError(
+                f"model.num_heads={config.num_heads}: transformers' deepseek_v2 takes divisors of model.hidden_size="
+                f"{config.hidden_size} only; the model cannot be exported"
+            )
+    elif config.num_moe_blocks and config.num_experts // config.num_expert_groups < 2:
+        raise UserError(
+            f"model.num_experts={config.num_experts}: transformers' deepseek_v3 chooses two in each of "
+            f"{config.num_expert_groups} groups; the model cannot be exported"
+        )
     yarn = config.rope_scaling
     stretch = {} if yarn is None else {key: getattr(yarn, key) for key in _YARN_KEYS}
     kind = "default" if yarn is None else "yarn"
@@ -199,10 +213,13 @@ def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
         raise UserError(f"config.json: lacks {', '.join(lacks)}; is it the file of a {kind}?")
     _, _, scoring_func, topk_method = _ROUTER[scoring]
     fixed = {**_FIXED, "scoring_func": scoring_func, "topk_method": topk_method}
-    for key, value in {**fixed, "num_key_value_heads": hf["num_attention_heads"]}.items():
+    if hf.get("num_key_value_heads") is not None:  # null: as many as heads
+        fixed["num_key_value_heads"] = hf["num_attention_heads"]
+    for key, value in fixed.items():
         if hf.get(key, value) != value:
             raise UserError(f"config.json: {key}={hf[key]}; a {kind} can only be built with {value} here")
-    values: dict[str, Any] = {ours: hf.get(theirs, _OPTIONAL.get(theirs)) for ours, theirs in _SAME_KEYS.items()}
+    given = {theirs: value for theirs, value in hf.items() if value is not None}
+    values: dict[str, Any] = {ours: given.get(theirs, _OPTIONAL.get(theirs)) for ours, theirs in _SAME_KEYS.items()}
     values |= {"num_expert_groups": hf.get("n_group") or 1, "num_groups_per_token": hf.get("topk_group") or 1}
     if scoring is RouterScoring.softmax:
         if values[

@@ -151,9 +151,9 @@ def check_new(out: Path) -> Path:
     """Return the folder into which `new_folder` writes what becomes `out`. Raises UserError if either exists."""
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
-    partial = out.with_name(out.name + ".partial")
-    if os.path.lexists(out):
+    if os.path.lexists(out) or out.name in ("", ".."):
         raise UserError(f"{out}: exists; choose another folder, or remove this one")
+    partial = out.with_name(out.name + ".partial")
     if os.path.lexists(partial):
         why = "exists: another program is writing it, or was killed while it did"
         raise UserError(f"{partial}: {why}; remove it, or choose another folder than {out}")

@@ -134,3 +134,19 @@ def test_what_deepseek_v2_would_compute_otherwise_is_not_exported() -> None:
         to_hf_config(softmax)
     with pytest.raises(ValueError, match="num_mtp_layers=1"):
         to_hf_config(replace(softmax, num_mtp_layers=1, norm_topk_prob=False))
+    with pytest.raises(ValueError, match=r"num_heads=3: .* takes divisors of model\.hidden_size"):
+        to_hf_config(replace(softmax, num_heads=3, norm_topk_prob=False))
+
+
+def test_a_single_expert_of_deepseek_v3_is_not_exported() -> None:
+    """transformers' router takes the best two of each group."""
+    alone = replace(ModelConfig(), num_experts=1, num_experts_per_token=1)
+    with pytest.raises(ValueError, match=r"num_experts=1: .* chooses two in each of 1 groups"):
+        to_hf_config(alone)
+    assert to_hf_config(replace(alone, num_dense_layers=alone.num_layers, num_mtp_layers=0))
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_key_value_heads", "q_lora_rank"])
+def test_null_is_as_if_the_key_were_missing(key: str) -> None:
+    hf = to_hf_config(replace(ModelConfig(), num_mtp_layers=0))
+    assert from_hf_config({**hf, key: None}) == from_hf_config({k: v for k, v in hf.items() if k != key})

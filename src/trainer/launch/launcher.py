@@ -53,13 +53,22 @@ class Launch:
             )
         if size > 1 and not environment.get("MASTER_ADDR"):
             raise user_error(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
+        local_rank = _number(environment, "LOCAL_RANK", 0 if size == 1 else None)
+        if not 1 <= (local_size := _number(environment, "LOCAL_WORLD_SIZE", 1)) <= size:
+            raise user_error(
+                f"LOCAL_WORLD_SIZE={local_size}: processes of this machine, 1 to WORLD_SIZE={size}; start with "
+                "torchrun, which sets it"
+            )
+        port = _number(environment, "MASTER_PORT", 0 if size == 1 else None)
+        if size > 1 and not 0 < port < 2**16:
+            raise user_error(f"MASTER_PORT={port}: ports are 1 to 65535; start with torchrun, which sets it")
         return cls(
             rank=rank,
-            local_rank=_number(environment, "LOCAL_RANK", 0 if size == 1 else None),
+            local_rank=local_rank,
             size=size,
-            local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+            local_size=local_size,
             address=environment.get("MASTER_ADDR", ""),
-            port=_number(environment, "MASTER_PORT", 0 if size == 1 else None),
+            port=port,
             attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             max_restarts=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
             under_torchrun="TORCHELASTIC_RUN_ID" in environment,

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from models.config import RouterScoring
 from precision import PrecisionConfig
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, read_meta
@@ -55,7 +56,8 @@ def export_run(
         shown = ", ".join(made.left[:4]) + (f" and {len(made.left) - 4} more" if len(made.left) > 4 else "")
         remarks.append(f"in BF16, though trained in FP8, because loaders read it so only: {shown}")
     if model.num_mtp_layers and not mtp:
-        remarks.append("without multi-token prediction (--mtp adds it)")
+        adds = " (--mtp adds it)" if model.router_scoring is RouterScoring.sigmoid else ""
+        remarks.append(f"without multi-token prediction{adds}")
     if not source.has_tokenizer:
         remarks.append("without a tokenizer: the imported folder had none")
     return made, remarks

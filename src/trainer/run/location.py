@@ -80,15 +80,15 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             what = f"{path} is a link to {path.readlink()}, which is not there"
             raise UserError(f"run.name={name}: {what}; make that folder, or choose another run.name")
         state = state_of(path)
+        if resume == "auto":
+            _check_config(path, f"run.name={name}")
         if state == "foreign" or (state == "run" and resume == "never"):
             raise exists_already(path, state)
         return path, None
     target = as_given(Path(resume))
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
-    if list_checkpoints(path / CHECKPOINTS) and (path / EVENTS).exists() and not (path / CONFIG).exists():
-        fix = "make an empty one, and the settings of its newest checkpoint are used"
-        raise UserError(f"run.resume={resume}: {path / CONFIG} is missing; {fix}")
+    _check_config(path, f"run.resume={resume}")
     if not target.is_dir() or state_of(path) != "run":
         raise UserError(
             f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
@@ -100,6 +100,13 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             "or start a new run from its weights with run.init_from"
         )
     return path, checkpoint
+
+
+def _check_config(path: Path, setting: str) -> None:
+    """Raise UserError for a run folder without its config, whose checkpoints have it, too."""
+    if list_checkpoints(path / CHECKPOINTS) and (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "make an empty one, and the settings of its newest checkpoint are used"
+        raise UserError(f"{setting}: {path / CONFIG} is missing; {fix}")
 
 
 def check_links(path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,9 @@ def test_without_a_launcher_a_process_is_the_only_one():
     assert launch == Launch() and launch.is_first and launch.size == 1 and not launch.under_torchrun
 
 
+PLACE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
@@ -98,6 +102,8 @@ def test_without_a_launcher_a_process_is_the_only_one():
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2: ranks go from 0 to WORLD_SIZE-1=1"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2: MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "LOCAL_RANK: not set, where WORLD_SIZE=2 is"),
+        (PLACE | {"LOCAL_WORLD_SIZE": "0", "MASTER_PORT": "1"}, "LOCAL_WORLD_SIZE=0: processes of this machine, 1 to"),
+        (PLACE | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: ports are 1 to 65535"),
     ],
 )
 def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str, str], says: str):
@@ -294,6 +300,32 @@ def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path:
 )
 def test_mistakes_of_a_launch_script_are_one_line(tmp_path: Path, place: dict[str, str], says: str, run: Run):
     assert run([NODES], tmp_path, **place) == (2, "", says)
+
+
+def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
+    """Where it had several processes; others, and new runs, get FSDP."""
+    script = tmp_path / "scripts" / "launch" / "two_nodes.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(NODES, script)
+    (tmp_path / "python").write_text('#!/bin/sh\nfor word; do case $word in parallel*) echo "$word";; esac; done\n')
+    (tmp_path / "python").chmod(0o755)
+    for name, tensor in (("one", 1), ("two", 2)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        layout = f"parallel:\n  replicate: 1\n  shard: 1\n  tensor: {tensor}\n  timeout: 300.0\nrun:\n  x: 2\n"
+        (tmp_path / "runs" / name / "config.yaml").write_text(layout)
+    place = {"PROCESSES": "2", "NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for words, given in (
+        (["+recipe=bf16"], "parallel=fsdp\n"),
+        (["parallel=hsdp", "run.resume=runs/two"], "parallel=hsdp\n"),
+        (["run.resume=runs/two"], ""),
+        (["run.resume=runs/two/checkpoints/step_00000003"], ""),
+        (["run.name=two", "run.resume=auto"], ""),
+        (["--from-run", "runs/two"], ""),
+        (["--from-run=runs/one", "run.name=new"], "parallel=fsdp\n"),
+        (["run.resume=runs/one"], "parallel=fsdp\n"),
+        (["run.name=new", "run.resume=never"], "parallel=fsdp\n"),
+    ):
+        assert run([str(script), *words], tmp_path, **place) == (0, given, ""), words
 
 
 def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path, start: Start):

@@ -245,6 +245,17 @@ def test_mtp_that_config_json_promises_and_the_files_lack_is_left_out(tmp_path: 
     assert_equal(imported(made.folder), {name: t for name, t in state.items() if not name.startswith("mtp.")})
 
 
+def test_a_model_without_experts_comes_back(tmp_path: Path) -> None:
+    """Its config.json has their number, larger than that of the tensors."""
+    dense = replace(MODEL, num_dense_layers=MODEL.num_layers, num_mtp_layers=0, num_experts=64)
+    state = weights(dense)
+    checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", dense, state)
+    export(checkpoint, tmp_path / "out", dense, ExportFormat.fp32, None)
+    made = import_hf(tmp_path / "out", tmp_path / "in")
+    assert made.model.num_experts == 64
+    assert_equal(imported(made.folder), state)
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
