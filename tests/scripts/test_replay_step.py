@@ -110,6 +110,14 @@ def test_from_the_start_and_with_other_keys(run: Path) -> None:
         assert 0 < abs(loss - done.theirs.loss) < largest_change(done)
 
 
+def test_another_text_is_not_replayed(run: Path, tmp_path: Path) -> None:
+    """From the start, too, where no checkpoint is read."""
+    for n in range(12):
+        (tmp_path / f"{n}.txt").write_text(" ".join(f"other words {n * j * 7919 % 65521}" for j in range(400)))
+    with pytest.raises(UserError, match=r"^data: .*train\.bin is not the text of the run; set it back"):
+        again(find(run, 2, 10), f"data.path={tmp_path}", "data.validation_fraction=0.3")
+
+
 def test_a_step_stands_for_other_data_after_a_rewind(gone_back: Path) -> None:
     """Step 6 was skipped, and later trained with what comes after the data that is left out."""
     first = find(gone_back, 6, 10)

@@ -10,6 +10,7 @@
 It writes nothing into the run's folder, and the run may continue meanwhile.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ import yaml
 from torch import Tensor
 
 from precision.errors import UserError
-from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify_checkpoint
+from trainer.checkpoint import (
+    DamagedCheckpoint,
+    checkpoint_step,
+    list_checkpoints,
+    read,
+    read_values,
+    verify_checkpoint,
+)
 from trainer.config import Config, load
 from trainer.config.timeline import Timeline
 from trainer.data import Loader, Prepared, prepare
@@ -218,6 +226,12 @@ def _restore(target: ReplayTarget, config: Config, engine: Engine, loader: Loade
         loader.load_state_dict(state["loader"])
         loader.step = target.first
         torch.set_rng_state(state["rng"]["cpu"])
+    elif checkpoints := list_checkpoints(target.run / CHECKPOINTS):
+        known = here = loader.bins.sidecar.sha256[:16]
+        with suppress(OSError, ValueError, KeyError):  # damaged: then nothing is known
+            known = read_values(checkpoints[-1], "loader")["data"]
+        if known != here:
+            raise UserError(f"data: {loader.bins.path} is not the text of the run; set it back to replay the step")
     ladder = Ladder(config.recovery, target.run, config.trainer.global_batch_size)
     ladder.load_state_dict({"streak": []}, target.rewinds)
     ladder.apply(target.first + 1, loader, engine.optimizer.schedule)

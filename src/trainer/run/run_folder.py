@@ -25,6 +25,7 @@ torchrun the earlier processes may still be ending: rank 0 waits for the lock.
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -293,10 +294,9 @@ class RunFolder:
             self._note("settings", step, f"other settings than before: {changed}")
         for name, text in texts.items():
             path = self.path / name
-            if path.exists() and path.read_bytes() != text.encode():
-                kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
-                replace_file(kept, path.read_bytes())  # a run needs its config: it stays until it is replaced
-            replace_file(path, text.encode())
+            if path.exists():
+                _keep_before(path, step, text.encode())
+            replace_file(path, text.encode())  # a run needs its config: it stays until it is replaced
 
 
 def check_shared(path: Path | None, world: "World", patience: float = SHARED_SECONDS) -> None:
@@ -362,6 +362,26 @@ def find_checkpoint(path: Path, key: str, on_event: OnEvent, verify: Verify = ve
     if found is None:
         raise UserError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
     return found
+
+
+def _keep_before(path: Path, step: int, new: bytes) -> None:
+    """Keep what a file of a run says up to a step from which the run resumes, as NAME.before_step_N, if that is not
+    `new`. What it said after that step is no longer the run's history: such files are renamed, discarded_NAME."""
+    name = re.compile(rf"{re.escape(path.stem)}\.before_step_(\d+)(?:-(\d+))?{re.escape(path.suffix)}")
+    kept = [
+        (int(found[1]), int(found[2] or 1), each)
+        for each in path.parent.iterdir()
+        if (found := name.fullmatch(each.name))
+    ]
+    later = [each for last, _, each in sorted(kept) if last > step]
+    begins = path.with_stem(f"{path.stem}.before_step_{step:08d}")
+    before = (later[0] if later else path).read_bytes()
+    if before != new and not (later and begins.exists()):
+        replace_file(_unused(begins), before)
+    for each in [*later, path] if later else []:
+        replace_file(_unused(each.with_name(f"discarded_{each.name}")), each.read_bytes())
+        if each != path:
+            each.unlink()
 
 
 def _unused(path: Path) -> Path:

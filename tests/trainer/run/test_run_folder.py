@@ -21,6 +21,7 @@ from precision.errors import UserError
 from trainer.checkpoint import Checkpointer, read, read_meta
 from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
+from trainer.config_diff import configs_before
 from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import check_writable, locate
@@ -229,6 +230,21 @@ def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: An
         "config.before_step_00000200-2.yaml": "lr: 2\n",
     }
     assert not list(path.glob("precision_plan.before*"))
+
+
+def test_a_run_that_goes_back_keeps_the_text_of_the_steps_that_stay(runs: Path, opened: Any) -> None:
+    """lr 1 up to step 300, then 2; from step 100 on 3: the first hundred steps had 1, and 2 was discarded."""
+    path = make_run(runs, checkpoints=(100,))
+    (path / "config.yaml").write_text("lr: 2\n")
+    (path / "config.before_step_00000300.yaml").write_text("lr: 1\n")
+    opened(runs, resume="auto", texts=TEXTS | {"config.yaml": "lr: 3\n"}).close()
+    assert {file.name: file.read_text() for file in path.glob("*config*")} == {
+        "config.yaml": "lr: 3\n",
+        "config.before_step_00000100.yaml": "lr: 1\n",
+        "discarded_config.before_step_00000300.yaml": "lr: 1\n",
+        "discarded_config.yaml": "lr: 2\n",
+    }
+    assert [file.name for file in configs_before(path).values()] == ["config.before_step_00000100.yaml"]
 
 
 def test_a_resumption_that_the_disk_ends_leaves_a_run(runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
