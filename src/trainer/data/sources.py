@@ -8,9 +8,10 @@
 
 `mixed` makes one order of several sources. With weights, the next block always comes from the source that is furthest
 behind its share, in bytes of text, of JSON and CSV in those of whole lines (without what is held out by
-`validation_path`): the shares are exact after every few megabytes, and need no random numbers. (The order in which documents are read does not matter for training: the loader
-shuffles windows over everything. The library `datasets` has `interleave_datasets`, which draws documents at random,
-weighs long and short ones alike, and supports only its own sources.)
+`validation_path`): the shares are exact after every few megabytes, and need no random numbers. (The order in which
+documents are read does not matter for training: the loader shuffles windows over everything. The library `datasets` has
+`interleave_datasets`, which draws documents at random, weighs long and short ones alike, and supports only its own
+sources.)
 """
 
 from __future__ import annotations
