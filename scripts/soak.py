@@ -36,6 +36,9 @@ from soak_bits import SoakFailure
 from soak_faults import FAULTS
 from soak_runs import Course, warm_up, write_corpus
 
+from precision.errors import UserError
+from trainer.launch.command_line import REFUSED, Parser
+
 COURSE_FAULTS = 20
 RECIPES = ("fp8_delayed", "bf16", "fp8_jit", "fp8_block", "fp16")
 
@@ -89,8 +92,9 @@ def table(tally: dict[str, Counter[str]]) -> str:
     return "\n".join(rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options() -> argparse.Namespace:
+    """Read the command line. Raises UserError for what cannot be meant."""
+    parser = Parser(__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--first", type=int, default=0, help="number of the first (default 0)")
     parser.add_argument(
@@ -98,8 +102,18 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of every fourth course (default 2)")
     options = parser.parse_args()
-    if min(options.faults, options.ranks) < 1 or options.first < 0:
-        parser.error("--faults and --ranks are 1 or more, --first 0 or more")
+    for name, least in (("faults", 1), ("ranks", 1), ("first", 0)):
+        if (value := getattr(options, name)) < least:
+            raise UserError(f"--{name} {value}: set {least} or more")
+    return options
+
+
+def main() -> int:
+    try:
+        options = read_options()
+    except UserError as error:
+        print(f"octet: error: {error}", file=sys.stderr)
+        return REFUSED
     torch.set_num_threads(1)
     folder, began = Path(tempfile.mkdtemp(prefix="octet-soak-")), time.monotonic()
     numbers = range(options.first, options.first + options.faults)

@@ -165,6 +165,8 @@ def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
         option, _, value = word.partition("=")
         if option != FROM_RUN:
             rest.append(word)
+        elif run is not None:
+            raise user_error(f"{FROM_RUN}: given twice; name one run")
         elif not (run := value or next(words, "")):
             raise user_error(f"{FROM_RUN}: the run is missing; give its folder, as {FROM_RUN} runs/NAME")
     return rest, run
@@ -304,9 +306,10 @@ def _check_resumed(jobs: list[Job]) -> None:
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
-    for path in given:
-        if path not in NO_PATHS and given.count(path) > 1:
+    places = [path if path in NO_PATHS else os.path.realpath(path) for path in given]
+    for path, place in zip(given, places, strict=True):
+        if path not in NO_PATHS and places.count(place) > 1:
             raise user_error(
-                f"run.resume={path}: {given.count(path)} runs of the sweep would continue in one folder; "
+                f"run.resume={path}: {places.count(place)} runs of the sweep would continue in one folder; "
                 f"start each from its weights with run.init_from={path}, or leave out -m"
             )

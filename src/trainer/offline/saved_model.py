@@ -121,6 +121,8 @@ def given_folder(run: Path, step: int | None) -> Path:
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if given.is_dir():
         return given
+    if step is not None and checkpoint_step(run) is not None:
+        raise UserError(f"{run} --step {step}: it is a checkpoint already; give its run's folder, or leave --step out")
     there = ", ".join(str(checkpoint_step(path)) for path in list_checkpoints(run / CHECKPOINTS))
     if step is not None and there:
         raise UserError(f"{given}: no such checkpoint; the run has those of steps {there}")

@@ -133,6 +133,7 @@ MISTAKES = {
     "--ouput z": "--ouput: there is no such option, and keys are written KEY=VALUE, without dashes; --help and",
     "trainer.max_steps=3 -x": "-x: there is no such option",
     "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: an option stands between KEY=VALUE arguments",
+    "--from-run runs/a --from-run runs/b": "--from-run: given twice",
     "--cfg": "--cfg/-c: expected one argument; see --hydra-help",
     "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
 }
@@ -242,6 +243,8 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
 def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
     assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
     assert "run.resume=runs/x: 2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
+    assert call("-m", "run.resume=runs/x,./runs/x/") == 2
+    assert "2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert recorder.runs == []
 
 

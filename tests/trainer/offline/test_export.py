@@ -260,6 +260,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Pa
         (runs / "fp32", out, "--step", 7): "step_00000007: no such checkpoint; the run has those of steps 8",
         (runs / "fp32", runs): f"{runs}: exists",
         (runs / "fp32", "."): ".: exists",
+        (runs / "fp32" / "checkpoints" / "step_00000008", out, "--step", 7): "--step 7: it is a checkpoint already",
         (runs / "fp32", tmp_path / "new" / ".."): "exists",
         (runs / "fp32", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
         (runs / "fp32", out, "--max-shard-size", 400 * "9"): f"--max-shard-size {400 * '9'}: not a size",
