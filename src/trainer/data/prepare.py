@@ -43,6 +43,8 @@ from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
 from trainer.files import replace_file
 
+WEIGHED = "by text"  # what weights count: part of the key of a mix
+
 
 def prepare(
     data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
@@ -152,7 +154,7 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
         [reader.part.name, reader.part.weight, reader.part.text_column, reader.part.format.value] for reader in readers
     ]
     if data.mix:  # else the name is that of the source
-        columns = [[*row, reader.part.source.value] for row, reader in zip(columns, readers, strict=True)]
+        columns = [[*row, reader.part.source.value, WEIGHED] for row, reader in zip(columns, readers, strict=True)]
     parts_of_it = {
         "format": FORMAT,
         "sources": [reader.fingerprint for reader in readers],

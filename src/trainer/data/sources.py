@@ -7,11 +7,11 @@
     hf              `hub`: rows, read here by the library `datasets`
 
 `mixed` makes one order of several sources. With weights, the next block always comes from the source that is furthest
-behind its share, in bytes of text, of JSON and CSV in those of whole lines (without what is held out by
-`validation_path`): the shares are exact after every few megabytes, and need no random numbers. (The order in which
-documents are read does not matter for training: the loader shuffles windows over everything. The library `datasets` has
-`interleave_datasets`, which draws documents at random, weighs long and short ones alike, and supports only its own
-sources.)
+behind its share, in bytes of text (without what is held out by `validation_path`): the shares are exact after every few
+megabytes, and need no random numbers. Lines of JSON count for as much of their bytes as is text in the first
+megabyte of their source. (The order in which documents are read does not matter for training: the loader shuffles
+windows over everything. The library `datasets` has `interleave_datasets`, which draws documents at random, weighs long
+and short ones alike, and supports only its own sources.)
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
             for block in stream:
                 yield MixedBlock(source, block, False)
         return
-    taken = [0.0] * len(readers)
+    taken, shares = [0.0] * len(readers), [0.0] * len(readers)
     ended: set[int] = set()
     while True:
         source = min(range(len(readers)), key=lambda i: (taken[i] / (weights[i] or 1.0), i))
@@ -347,5 +347,15 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         if not (isinstance(block, UnsplitBlock) and block.held_out):
-            taken[source] += block.num_bytes
+            shares[source] = shares[source] or _share_of_text(block)
+            taken[source] += block.num_bytes * shares[source]
         yield MixedBlock(source, block, source in ended)
+
+
+def _share_of_text(block: Block) -> float:
+    """Return the share of a block's bytes that is text of documents, where other keys stand beside it."""
+    inside = block.block if isinstance(block, UnsplitBlock) else block
+    if not isinstance(inside, Lines | LinesRead):
+        return 1.0
+    text = sum(piece.num_bytes for piece in inside.pieces(0.0, SkipLog(strict=False)))
+    return max(text, 1) / max(inside.num_bytes, 1)

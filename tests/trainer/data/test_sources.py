@@ -263,6 +263,22 @@ def test_weights_are_shares_of_the_text_until_a_source_is_used_up(
     assert len(train) == len(set(train))  # nothing twice
 
 
+def test_weights_count_the_text_and_not_what_stands_beside_it(
+    prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two equal texts one has long records around it."""
+    small_blocks(monkeypatch)
+    entries = []
+    for name, more in (("plain", ""), ("long", "beside " * 60)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"text": text, "more": more}) for text in made_up(400, name)]
+        (tmp_path / name / "x.jsonl").write_text("\n".join(lines))
+        entries.append(MixEntry(name=name, path=str(tmp_path / name), weight=1.0))
+    result = prepare_for(source=Source.files, glob="*.jsonl", mix=entries)
+    plain, long = (size for _, size in result.documents.values())
+    assert plain / (plain + long) == pytest.approx(0.5, abs=0.07)
+
+
 @pytest.mark.parametrize("stop", Stop)
 def test_weights_are_shares_of_the_training_text_if_text_of_ones_own_is_held_out(
     prepare_for: Prepare, three: list[MixEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Stop
