@@ -131,7 +131,8 @@ class Shard:
 
     def damaged(self, why: str) -> DamagedShard:
         """Return the error that reports damage."""
-        fix = f"delete {self.path.parent}, prepare it again (a start does that in data.cache_dir), and resume the run"
+        again = "prepare it again (a start does so in data.cache_dir)"
+        fix = f"delete {self.path.parent}, {again}, and resume with run.resume=auto"
         return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
 
 
