@@ -168,10 +168,9 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     for step in range(target.first + 1, target.step + 1):
         if ladder.begins(step):
             ladder.apply(step, loader, engine.optimizer.schedule)
-        if step == target.step:
-            break
-        engine.enter(timeline.at(step), timeline.weights(step), None)
-        _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
+        if step < target.step:
+            engine.enter(timeline.at(step), timeline.weights(step), None)
+            _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
     tokens = loader.next()
     twin = build_engine(other, device)

@@ -103,7 +103,7 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
 
 
 def _check_config(path: Path, setting: str) -> None:
-    """Raise UserError for a run folder without its config, whose checkpoints have it, too."""
+    """Raise UserError for a run folder that lacks its config; its checkpoints have it, too."""
     if list_checkpoints(path / CHECKPOINTS) and (path / EVENTS).exists() and not (path / CONFIG).exists():
         fix = "make an empty one, and the settings of its newest checkpoint are used"
         raise UserError(f"{setting}: {path / CONFIG} is missing; {fix}")

@@ -22,7 +22,7 @@ class ThroughputDrop(Rule):
         self.another_shape()
 
     def another_shape(self) -> None:
-        """Begin anew: other steps have another speed."""
+        """Forget all speeds: the next steps have another one."""
         self._rates, self._seen = History(self.LINES), 0
         self._slow, self._seconds = 0, 0.0
 
