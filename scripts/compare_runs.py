@@ -42,7 +42,7 @@ from trainer.run.names import CONFIG, METRICS
 
 # sections that change no number of a run
 NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
-PHASES = "trainer.phases"
+PHASES, REWINDS = "trainer.phases", "recovery/rewinds"
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
@@ -304,6 +304,10 @@ def remarks(runs: list[Run]) -> list[str]:
         gap = percent(b.validation, a.validation)
         if gap is not None:
             lines.append(f"Noise: {a.label} and {b.label} differ in the seed alone, by {abs(gap):.2f} %.")
+    for run in runs:
+        if count := int(run.last(REWINDS) or 0):
+            often = "once" if count == 1 else f"{count} times"
+            lines.append(f"{run.label} rewound {often} and left data out: from there on its steps saw other tokens.")
     steps = {max(run.series[VALIDATION]) for run in runs if run.series.get(VALIDATION)}
     if len(steps) > 1:
         at = ", ".join(f"{run.label} {max(run.series.get(VALIDATION) or [0]):,}" for run in runs)

@@ -55,7 +55,8 @@ def run() -> None:
     print("\n".join(["", *table(evaluate(saved, data, given.batches), saved.config.precision.name)]))
     logged = logged_loss(saved)
     if logged is not None:
-        print(f"\nthe run logged loss/validation {logged:.4f} at this step", flush=True)
+        own = ", over windows of its own" if given.overrides else ""
+        print(f"\nthe run logged loss/validation {logged:.4f} at this step{own}", flush=True)
     if given.lm_eval is not None:
         run_lm_eval(saved, given.lm_eval)
 

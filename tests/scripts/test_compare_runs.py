@@ -188,6 +188,14 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> N
     assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
 
 
+def test_data_that_a_rewind_left_out_is_mentioned(runs: Path, tmp_path: Path, compare: Run) -> None:
+    rewritten(runs / "bf16", tmp_path / "back", lambda line: line | {"recovery/rewinds": 2})
+    done = compare(runs, "bf16", str(tmp_path / "back"), "--no-plots")
+    assert done.returncode == 0, done.stderr
+    assert "(back) rewound 2 times and left data out: from there on its steps saw other tokens." in done.stdout
+    assert done.stdout.count("rewound") == 1
+
+
 def test_phases_with_other_batches_are_another_order_of_the_data(runs: Path, tmp_path: Path, compare: Run) -> None:
     """Those that move the learning rate alone are not."""
     for phase, code in (("{until: 3, sequence_length: 16}", 2), ("{until: 3, lr: 1e-4}", 0)):
