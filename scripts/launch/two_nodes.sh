@@ -6,6 +6,7 @@
 # PROCESSES  on each (default: the GPUs there are)
 # RESTARTS   how often a run that fails resumes by itself from its last checkpoint (default: 0; more needs run.name)
 # JOB        a name for the meeting (default: octet), if others meet at the same HEAD
+# parallel=fsdp is set where neither the arguments nor the run that they continue have a layout of several processes.
 # All have the same checkout, and see run.dir under the same path. parallel=hsdp keeps most traffic inside a node;
 # NCCL_SOCKET_IFNAME and NCCL_IB_HCA say by which network NCCL goes, if it chooses badly.
 set -euo pipefail
