@@ -32,7 +32,7 @@ import yaml
 from precision.errors import UserError
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
-from trainer.config_diff import changes, configs_before, flat, read_yaml, shapes_of
+from trainer.config_diff import changes, configs_before, differ, flat, read_yaml, shapes_of
 from trainer.files import parse_lines
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
@@ -100,7 +100,7 @@ class Run:
     def differs_in(self, other: "Run") -> set[str]:
         """Return the keys of the config that matter and differ."""
         keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
-        different = {key for key in keys if str(self.config.get(key)) != str(other.config.get(key))}  # NaN is itself
+        different = {key for key in keys if differ(self.config.get(key), other.config.get(key))}
         if self.tokenizer == other.tokenizer:  # runs of two machines have the same data in two places
             different -= {key for key in PLACES if names(self.config.get(key)) == names(other.config.get(key))}
         return different

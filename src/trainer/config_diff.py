@@ -84,9 +84,7 @@ def changed_keys(before: Any, now: Any, most: int = 8, but: Collection[str] = ("
     `but`: by default the run's location. Empty if there are none."""
     theirs, ours = flat(before), flat(now)
     keys = [
-        key
-        for key in ours
-        if key in theirs and _shown(ours[key]) != _shown(theirs[key]) and key.partition(".")[0] not in but
+        key for key in ours if key in theirs and differ(ours[key], theirs[key]) and key.partition(".")[0] not in but
     ]
     changed = [
         f"{key} {HIDDEN}" if is_secret(key) else f"{key} {_shown(theirs[key])} -> {_shown(ours[key])}"
@@ -101,6 +99,11 @@ def shapes_of(phases: Any) -> list[tuple[Any, ...]]:
     keys = "until", "global_batch_size", "sequence_length"
     found = [tuple(map(each.get, keys)) for each in phases or [] if isinstance(each, dict)]
     return found if any(batch or length for _, batch, length in found) else []
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Return whether two values of a key differ. NaN equals itself, and 1 equals 1.0."""
+    return a != b and _shown(a) != _shown(b)
 
 
 def _shown(value: Any) -> str:

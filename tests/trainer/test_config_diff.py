@@ -25,7 +25,7 @@ def test_keys_that_differ_are_reported_with_both_values() -> None:
     assert changes(before, now, most=1) == "optim.lr 0.1 -> 0.2, and 2 more"
     assert changes(before, now, but=["run", "optim"]) == ""
     assert changes(now, now) == ""
-    assert changes("debug: {value: .nan}", "debug: {value: .nan}") == ""
+    assert changes("debug: {value: .nan, steps: 1}", "debug: {value: .nan, steps: 1.0}") == ""
     before, now = "trainer: {phases: []}", "trainer: {phases: [{until: 9, lr: null}, {until: null}]}"
     assert changes(before, now) == 'trainer.phases [] -> [{"until": 9}, {}]', "keys that are not set are left out"
 

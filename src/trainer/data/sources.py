@@ -353,9 +353,10 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
 
 
 def _share_of_text(block: Block) -> float:
-    """Return the share of a block's bytes that is text of documents, where other keys stand beside it."""
+    """Return the share of a block's bytes that is text of documents, where other keys stand beside it; 1 if it has
+    none."""
     inside = block.block if isinstance(block, UnsplitBlock) else block
     if not isinstance(inside, Lines | LinesRead):
         return 1.0
     text = sum(piece.num_bytes for piece in inside.pieces(0.0, SkipLog(strict=False)))
-    return max(text, 1) / max(inside.num_bytes, 1)
+    return text / inside.num_bytes if text else 1.0

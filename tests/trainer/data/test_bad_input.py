@@ -173,9 +173,10 @@ def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.txt.gz"])
 def test_lines_too_long_for_memory_are_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of gigabytes would be in memory as a whole, and was put together again with each block."""
-    for module in ("compressed", "records", "sources"):
-        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000, raising=False)
-        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000, raising=False)
+    monkeypatch.setattr("trainer.data.compressed.BLOCK_BYTES", 1000)
+    for module in ("records", "sources"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000)
+        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
     content = b"\n".join([*GOOD, json.dumps({"text": "long " * 2000}).encode(), *GOOD])
     (folder(files) / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))
