@@ -32,7 +32,7 @@ from models.layers import normed, rope_table
 from models.mla import LatentCache
 from models.mtp import MTPBlock
 from precision import refresh_weights
-from precision.errors import UserError
+from precision.errors import RunError, UserError
 
 
 @dataclass
@@ -143,10 +143,12 @@ def generate(
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose a token by its logits, FP32 or narrower. generator: on the CPU, so that a seed gives the same token
-    everywhere."""
+    everywhere. RunError if they are not finite."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     share_V = (logits_V.double().cpu() / sampling.temperature).softmax(-1)
+    if share_V.isnan().any():
+        raise RunError("the model's logits are not finite")
     share_V, token_V = share_V.sort(descending=True, stable=True)
     before_V = share_V.cumsum(-1) - share_V
     kept_V = torch.where(before_V < sampling.top_p, share_V, 0.0)

@@ -359,9 +359,10 @@ class Plan:
 
 
 def _module_in_all_blocks(name: str) -> str:
-    """Return a glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.*`."""
+    """Return a glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.*`, `mtp.0.proj` ->
+    `*.proj`."""
     parts = name.split(".")
-    return f"*.{parts[2]}.*" if len(parts) > 2 else name
+    return f"*.{parts[2]}{'.*' if len(parts) > 3 else ''}" if len(parts) > 2 else name
 
 
 def _not_in_fp8(name: str, op: str, decided_by: str) -> UserError:

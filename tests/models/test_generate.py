@@ -10,6 +10,7 @@ from torch import Tensor
 from models import DeepSeek, NormPosition, YarnConfig
 from models.generate import Decoder, Sampling, Tally, choose, generate
 from precision import Plan, PrecisionConfig, bind, refresh_weights
+from precision.errors import RunError
 
 Build = Callable[..., DeepSeek]
 YARN = YarnConfig(factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.7)
@@ -163,3 +164,8 @@ def test_sampling() -> None:
 def test_mistakes(prompt: list[int], how: dict[str, Any], says: str, build: Build) -> None:
     with pytest.raises(ValueError, match=says):
         next(generate(build(num_layers=1, num_mtp_layers=0), prompt, 3, **how))
+
+
+def test_logits_that_are_not_finite_are_no_traceback() -> None:
+    with pytest.raises(RunError, match="not finite"):
+        choose(torch.tensor([0.0, float("nan")]), Sampling(temperature=1.0), torch.Generator())

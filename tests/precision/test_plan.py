@@ -1,11 +1,13 @@
 """The plan decides every GEMM exactly once and says what it decided."""
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 import pytest
 
 from precision import Plan, PrecisionConfig
 from precision.config import Precision, RulesException
+from precision.plan import _module_in_all_blocks
 
 Recipe = Callable[..., PrecisionConfig]
 
@@ -175,3 +177,11 @@ def test_text_merges_equal_blocks(recipe: Recipe) -> None:
     ]
     assert any(line.startswith("layers.0.attn.q ") and "first_blocks: 1" in line for line in text.splitlines())
     assert max(map(len, text.splitlines())) < 140
+
+
+@pytest.mark.parametrize(
+    ("name", "glob"), [("layers.1.moe.shared.down", "*.moe.*"), ("mtp.0.proj", "*.proj"), ("lm_head", "lm_head")]
+)
+def test_the_glob_advised_for_a_module_takes_its_gemms(name: str, glob: str) -> None:
+    assert _module_in_all_blocks(name) == glob
+    assert fnmatchcase(name, glob)

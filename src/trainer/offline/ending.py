@@ -16,7 +16,7 @@ import torch
 from models import DeepSeek
 from models.generate import Sampling, generate
 from precision import Plan, bind
-from precision.errors import UserError
+from precision.errors import RunError, UserError
 from precision.hardware import detect
 from trainer.config import TrainerConfig
 from trainer.config.paths import as_typed
@@ -58,7 +58,7 @@ def sample(run: "Run", tokens: int) -> str:
         count = min(tokens, config.model.max_position_embeddings - 1)
         sampling = Sampling(TEMPERATURE, TOP_P, config.trainer.seed)
         ids = list(generate(model.eval(), [end], count, end=end, sampling=sampling))
-    except (UserError, OSError, torch.OutOfMemoryError) as error:
+    except (UserError, RunError, OSError, torch.OutOfMemoryError) as error:
         return f"none: {str(error).splitlines()[0]}"
     return printable_text(tokenizer.decode(ids))
 
