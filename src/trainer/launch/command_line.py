@@ -57,6 +57,9 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     try:
         with _own_warnings_in_one_line():
             main()
+    except SystemExit:  # --help, --cfg job: the others may not have it
+        rank_group.leave()
+        raise
     except (Exception, KeyboardInterrupt) as error:
         if (
             isinstance(error, BrokenPipeError) and not rank_group.connected and _has_no_reader(sys.stdout)

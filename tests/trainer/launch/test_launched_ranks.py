@@ -222,14 +222,31 @@ def test_a_dry_run_prints_once(tmp_path: Path, run: Run):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path: Path, run: Run):
-    program = tmp_path / "differ.py"
+def train_with_more_on_rank_1(argument: str, folder: Path) -> str:
+    """A program that is train.py, on rank 1 with one argument more."""
+    program = folder / "differ.py"
     program.write_text(
         "import os, runpy, sys\n"
-        f"sys.argv = [{TRAIN!r}, *sys.argv[1:], *(['optim.lr=0.5'] if os.environ['RANK'] == '1' else [])]\n"
+        f"sys.argv = [{TRAIN!r}, *sys.argv[1:], *([{argument!r}] if os.environ['RANK'] == '1' else [])]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    code, _, err = run([*QUIET, *TWO, str(program), *overrides("parallel=fsdp", "optim.lr=0.25")], tmp_path)
+    return str(program)
+
+
+@pytest.mark.parametrize("argument", ["dry_run=true", "--cfg=job"])
+def test_no_rank_waits_for_one_that_was_not_to_train(argument: str, overrides: Any, tmp_path: Path, run: Run):
+    program = train_with_more_on_rank_1(argument, tmp_path)
+    code, _, err = run([*QUIET, *TWO, program, *overrides("parallel=fsdp")], tmp_path)
+    assert (code, said(err)) == (
+        1,
+        ["octet: error: rank 1 ended before all ranks had connected; start all with one command"],
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path: Path, run: Run):
+    program = train_with_more_on_rank_1("optim.lr=0.5", tmp_path)
+    code, _, err = run([*QUIET, *TWO, program, *overrides("parallel=fsdp", "optim.lr=0.25")], tmp_path)
     assert code == 2 and len(said(err)) == 1
     assert said(err)[0].startswith("octet: error: optim.lr=0.5 on rank 1, 0.25 on the others: all ranks of a run ")
     assert not (tmp_path / "runs").exists()

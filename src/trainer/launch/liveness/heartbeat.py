@@ -101,6 +101,8 @@ class Heartbeat(threading.Thread):
                 if self._member.overdue():
                     self._member.end(self._member.collective_timeout())
                 self._meet()
+                if not self._member.all_connected and self._store.has("absent"):
+                    self._miss(int(self._store.get("absent")))
                 if self._member.step != step or time.monotonic() >= due:
                     step = self._member.step
                     self._beats += 1
@@ -136,6 +138,11 @@ class Heartbeat(threading.Thread):
                 else:
                     self._neighbours[descriptor] = rank, process
                     self._poll.register(descriptor, select.POLLIN)
+
+    def _miss(self, rank: int) -> None:
+        """End the job, in which all others wait for a rank that has ended its work without them."""
+        message = f"error: rank {rank} ended before all ranks had connected; start all with one command"
+        self._member.end(Failure(message, 1, rank, self._member.launch.rank, 0))
 
     def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
         """Handle the end of a neighbour's process."""

@@ -4,6 +4,7 @@
     pulse/R   a count, its last step, its place          set every 5 seconds, by the heartbeat thread
     phase/R   a phase that may silence rank R for long   set by main, see `RankGroup.phase`
     left/R    rank R has finished its work               its end is no longer a failure
+    absent    a rank that ended before it connected      all others would wait for it
     gone/R    rank R has stopped its heartbeat           rank 0 waits for it, if it serves the store itself
     late/R    the operation that rank R waited in        see `blame`
     seen/R    rank R has read the failure                all ranks exit together

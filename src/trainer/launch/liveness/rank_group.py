@@ -129,8 +129,11 @@ class RankGroup:
 
     def leave(self, seconds: float = 60.0) -> None:
         """Leave after the work. Returns when all ranks have left, or after `seconds`; their end is no longer a
-        failure."""
+        failure. One that has not connected leaves a mark for those that will wait for it."""
         if self._store is None or self._heartbeat is None:
+            if self.launch.size > 1 and self.launch.agent_store and self._store is None:  # else the lobby tells them
+                with contextlib.suppress(RuntimeError):
+                    JobStore(self.launch, connect(self.launch, seconds=10)).set("absent", None, str(self.launch.rank))
             return
         self._store.set("left", self.launch.rank, "1")
         deadline = time.monotonic() + seconds
