@@ -79,13 +79,15 @@ def run() -> None:
     )
     show(given.prompt)
     made, began, first = 0, time.perf_counter(), None
-    for token in generate(
-        saved.model, prompt, count, end=end, sampling=sampling, speculative=given.speculative, tally=tally
-    ):
-        first = first or time.perf_counter()
-        made += 1
-        show(stream.put(token))
-    show(stream.end() + "\n")
+    try:
+        for token in generate(
+            saved.model, prompt, count, end=end, sampling=sampling, speculative=given.speculative, tally=tally
+        ):
+            first = first or time.perf_counter()
+            made += 1
+            show(stream.put(token))
+    finally:  # an error has a line of its own
+        show(stream.end() + "\n")
     now = time.perf_counter()
     log(*summary(len(prompt), made, (first or now) - began, now - (first or now), tally))
 

@@ -165,6 +165,8 @@ class ModelConfig:
             self._refuse("num_dense_layers", f"there are {self.num_layers} blocks", "set at most model.num_layers")
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
+            if self.rope_theta <= 1:
+                self._refuse("rope_theta", "YaRN wants frequencies that fall", "set the published 10000")
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
         refuse(f"model.{key}", getattr(self, key), why, fix)

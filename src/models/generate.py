@@ -144,11 +144,11 @@ def generate(
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose a token by its logits, FP32 or narrower. generator: on the CPU, so that a seed gives the same token
     everywhere. RunError if they are not finite."""
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    share_V = (logits_V.double().cpu() / sampling.temperature).softmax(-1)
+    share_V = logits_V if sampling.temperature == 0 else (logits_V.double().cpu() / sampling.temperature).softmax(-1)
     if share_V.isnan().any():
         raise RunError("the model's logits are not finite")
+    if sampling.temperature == 0:
+        return int(share_V.argmax())
     share_V, token_V = share_V.sort(descending=True, stable=True)
     before_V = share_V.cumsum(-1) - share_V
     kept_V = torch.where(before_V < sampling.top_p, share_V, 0.0)

@@ -18,7 +18,7 @@ Results have the residual stream's format (the router's FP32). Weight gradients 
 import copy
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from precision.config import (
     Method,
     Precision,
     PrecisionConfig,
+    RulesException,
     check_scaling,
 )
 from precision.errors import UserError
@@ -129,7 +130,7 @@ class Plan:
                     raise UserError(
                         f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are "
                         f"not a multiple of {FP8_MULTIPLE}; change the model's size, or set "
-                        f"'precision.rules.exceptions=[{{match: \"{_module_in_all_blocks(name)}\", precision: bf16}}]'"
+                        f"'precision.rules.exceptions=[{_exceptions_with(self.config.rules.exceptions, name)}]'"
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
         rows = None if self._resolver.tokens is None else max(1, round(self._resolver.tokens * rows_per_token))
@@ -243,30 +244,17 @@ class Plan:
     @property
     def fp8_share(self) -> float:
         """Share of the model's GEMM FLOPs that runs in FP8, without attention's core."""
-        total = sum(row.flops_per_token for row in self.gemms.values())
-        return sum(row.flops_per_token for row in self.gemms.values() if row.recipe.is_fp8) / total if total else 0.0
+        return _fp8_shares(self.gemms.values())[0]
 
     @property
     def blocks_fp8_share(self) -> float:
         """The same for the GEMMs inside blocks, without the head."""
-        rows = [row for row in self.gemms.values() if row.op != "lm_head"]
-        return (
-            sum(r.flops_per_token for r in rows if r.recipe.is_fp8) / sum(r.flops_per_token for r in rows)
-            if rows
-            else 0.0
-        )
+        return _fp8_shares(self.gemms.values())[1]
 
     def fp8_shares_at(self, sequence_length: int) -> tuple[float, float]:
         """Return `fp8_share` and `blocks_fp8_share` with attention's core counted, at this sequence length."""
-        rows = [(row.flops_per_token, row.recipe.is_fp8, row.op == "lm_head") for row in self.gemms.values()]
-        rows += [(row.flops_per_token(sequence_length), row.recipe.is_fp8, False) for row in self.cores.values()]
-        blocks = [(flops, is_fp8) for flops, is_fp8, is_head in rows if not is_head]
-        whole = [(flops, is_fp8) for flops, is_fp8, _ in rows]
-
-        def share(part: list[tuple[float, bool]]) -> float:
-            return sum(flops for flops, is_fp8 in part if is_fp8) / (sum(flops for flops, _ in part) or 1.0)
-
-        return share(whole), share(blocks)
+        cores = [(row.flops_per_token(sequence_length), row.recipe.is_fp8) for row in self.cores.values()]
+        return _fp8_shares(self.gemms.values(), cores)
 
     def of_blocks(self, layers: Collection[int], last: bool) -> "Plan":
         """Return the rows of these blocks of the main model and of everything outside the blocks. With `last` also the
@@ -363,6 +351,27 @@ def _module_in_all_blocks(name: str) -> str:
     `*.proj`."""
     parts = name.split(".")
     return f"*.{parts[2]}{'.*' if len(parts) > 3 else ''}" if len(parts) > 2 else name
+
+
+def _exceptions_with(exceptions: list[RulesException], name: str) -> str:
+    """Return the exceptions of a run and one that keeps the module of a GEMM in BF16, as the command line takes
+    them."""
+    entries = []
+    for each in (*exceptions, RulesException(_module_in_all_blocks(name), Precision.bf16)):
+        how = [(key, getattr(each, key)) for key in ("precision", "accumulation")]
+        entries.append(f'{{match: "{each.match}"' + "".join(f", {k}: {v.value}" for k, v in how if v is not None) + "}")
+    return ", ".join(entries)
+
+
+def _fp8_shares(rows: Iterable[GemmRow], cores: Sequence[tuple[float, bool]] = ()) -> tuple[float, float]:
+    """Return the share of FLOPs in FP8, of all and without the head. cores: FLOPs of each, and whether it is in FP8."""
+    every = [(row.flops_per_token, row.recipe.is_fp8, row.op == "lm_head") for row in rows]
+    every += [(flops, is_fp8, False) for flops, is_fp8 in cores]
+
+    def share(part: list[tuple[float, bool, bool]]) -> float:
+        return sum(flops for flops, is_fp8, _ in part if is_fp8) / (sum(flops for flops, *_ in part) or 1.0)
+
+    return share(every), share([each for each in every if not each[2]])
 
 
 def _not_in_fp8(name: str, op: str, decided_by: str) -> UserError:

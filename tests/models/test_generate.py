@@ -166,6 +166,7 @@ def test_mistakes(prompt: list[int], how: dict[str, Any], says: str, build: Buil
         next(generate(build(num_layers=1, num_mtp_layers=0), prompt, 3, **how))
 
 
-def test_logits_that_are_not_finite_are_no_traceback() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_no_traceback(temperature: float) -> None:
     with pytest.raises(RunError, match="not finite"):
-        choose(torch.tensor([0.0, float("nan")]), Sampling(temperature=1.0), torch.Generator())
+        choose(torch.tensor([0.0, float("nan")]), Sampling(temperature), torch.Generator())

@@ -59,6 +59,10 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({"init_std": 0.0}, "init_std=0.0: out of range; set a number above 0"),
         ({"mtp_loss_weight": float("nan")}, "mtp_loss_weight=nan: out of range; set 0 or more"),
         ({"balance_loss_weight": float("inf")}, "balance_loss_weight=inf: out of range; set 0 or more"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": YarnConfig()},
+            "rope_theta=1.0: YaRN wants frequencies that fall; set the",
+        ),
         ({"rope_theta": float("inf")}, "rope_theta=inf: out of range; set a number above 0"),
         ({"q_lora_rank": 0}, "q_lora_rank=0: out of range; set at least 1, or null"),
         (

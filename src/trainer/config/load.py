@@ -5,7 +5,8 @@ and refuses whatever does not fit: an unknown key (even if added with `+`), a mi
 Nothing changes a config after `load()`.
 """
 
-from typing import Any
+import re
+from typing import Any, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -24,9 +25,14 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 
     Raises UserError with key, value and fix, in one line, for whatever does not fit the schema.
     """
+    created = OmegaConf.create(composed)
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+        tree = OmegaConf.to_container(created, resolve=True)
     except InterpolationResolutionError as error:
+        named = re.search(r"(?:key '|access )(\w+)", str(error.msg))
+        if named and named[1] in (hints := get_type_hints(Config)):  # that section may be what is wrong
+            plain = cast(dict[str, Any], OmegaConf.to_container(created, resolve=False))
+            fit(plain.get(named[1]), hints[named[1]], unknown_key, named[1])
         raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
     return fit(tree, Config, unknown_key)
 

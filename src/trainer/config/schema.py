@@ -4,6 +4,7 @@ A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.e
 """
 
 import dataclasses
+import math
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ from enum import Enum
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from precision.errors import UserError
-from trainer.config.phases import LARGEST, Notation
+from trainer.config.phases import LARGEST, Notation, is_too_large
 from trainer.config_diff import printable
 
 GOOD_MATCH = 0.7  # similarity from which on a key is suggested
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 ELSEWHERE = 0.88  # the same for a key of another section, for which only the name speaks
 NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
 """Keys whose text must have one of these forms."""
@@ -129,7 +131,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
     if (written := _notation(inner)) is not None:
         amount = written.read(tree) if isinstance(tree, int | float | str) else None
         if amount is None:
-            raise _wrong(key, tree, annotation)
+            raise _wrong(key, tree, annotation, "; at most 9000T" if is_too_large(tree) else "")
         if not amount.number:  # "0%" and "0K", too
             return 0
         return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
@@ -150,6 +152,8 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         tree = int(tree)
     if inner is str and key in NO_FREE_TEXT and not isinstance(tree, str):
         raise UserError(f"{key}={shown(tree)}: must be {NO_FREE_TEXT[key]}")
+    if inner is float and isinstance(tree, float) and LARGEST_FP32 < abs(tree) < math.inf:
+        raise _wrong(key, tree, annotation, f" that FP32 can hold, at most {LARGEST_FP32:.1e}")
     allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
     if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
         raise _wrong(key, tree, annotation)

@@ -21,6 +21,8 @@ from trainer.config.schema import fit
 from trainer.config.sections import Config, TrainerConfig
 
 ENDLESS = 2**53
+MOST_PARTS = 10_000
+"""Of a ramp."""
 """Steps of a run with a length in epochs, until the text is known."""
 
 
@@ -146,6 +148,9 @@ class Timeline:
             if after.batch % now.batch or after.batch <= now.batch:
                 why = f"a ramp from {now.batch} sequences has steps of that size"
                 raise UserError(f"{key}.global_batch_size={after.batch}: {why}; set a multiple of {now.batch}")
+            if (parts := after.batch // now.batch) > MOST_PARTS:
+                why = f"a ramp in steps of {now.batch} sequences has {parts:,} parts, and at most {MOST_PARTS:,}"
+                raise UserError(f"{key}.global_batch_size={after.batch}: {why}; begin with a larger batch")
             sizes = list(range(now.batch, after.batch, now.batch))
         self._begin_at(begin, replace(after, batch=sizes[0]))
         if phase.until is None:

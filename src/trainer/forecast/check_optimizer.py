@@ -19,10 +19,10 @@ def check_optimizer(config: Config) -> None:
     tau, muon = config.optim.qk_clip, config.optim.muon
     if tau is not None and not 0 < tau < math.inf:
         refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
-    if config.optim.name is not OptimizerName.muon:
-        return
     if muon is None:
-        refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
+        if config.optim.name is OptimizerName.muon:
+            refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
+        return
     if not 0 <= muon.momentum < 1:
         refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
     if not 0 < muon.scale < math.inf:

@@ -93,6 +93,8 @@ def check_sizes(config: Config) -> None:
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
             refuse(key, value, "out of range", "set a number above 0")
+    if o.eps < 2**-126:
+        refuse("optim.eps", o.eps, "it is 0 in FP32, and 0 / 0 not a number", "set 1e-8, or 1e-37 at least")
     if not 1 <= config.parallel.dispatch_capacity < math.inf:
         why = "it is a multiple of the tokens of even routing"
         refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")

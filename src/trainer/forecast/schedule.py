@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+from models.config import ModelConfig, RouterScoring
 from precision.errors import refuse
 from trainer.config import Config, Schedule
 from trainer.config.phases import Shape, is_share
@@ -32,6 +33,8 @@ def check_phases(config: Config) -> None:
             refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant changes at once", "set linear or cosine")
         if phase.mtp_loss_weight and not config.model.num_mtp_layers:
             refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
+        if phase.router_bias_update_rate and (why := _why_no_bias(config.model)) is not None:
+            refuse(f"{key}.router_bias_update_rate", phase.router_bias_update_rate, why, "leave it out")
     moves = rates(timeline)
     for (_, end, rate, _), (begin, *_) in pairwise(moves):
         if begin < end:
@@ -48,6 +51,13 @@ def check_phases(config: Config) -> None:
     if timeline.epochs is not None and any(p.until is not None and is_share(p.until) for p in config.trainer.phases):
         why = "with a length in epochs the text has to be read first"
         refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
+
+
+def _why_no_bias(model: ModelConfig) -> str | None:
+    """Return why the model has no selection bias, None if it has."""
+    if model.router_scoring is RouterScoring.softmax:
+        return "model.router_scoring=softmax has no bias"
+    return None if model.num_moe_blocks else "no block has experts"
 
 
 def schedule_lines(config: Config) -> list[tuple[str, str]]:

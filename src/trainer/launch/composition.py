@@ -63,6 +63,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
                 f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
+        if key and (configs / key.partition("@")[0]).is_dir() and not argument.startswith("~"):
+            _check_choice(configs, argument)
         if key == "recipe":
             _check_recipes(configs, argument, value)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
@@ -120,6 +122,24 @@ def _as_text(argument: str) -> str:
         return f"{found['before']}'{found['number']}'" if is_text else found[0]
 
     return f"{key}{equals}{_NUMBERS.sub(quoted, value)}"
+
+
+def _check_choice(configs: Path, argument: str) -> None:
+    """Raise UserError for a choice that is no name, where Hydra would end in an error of its own or a traceback."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        given = OverridesParser.create().parse_override(argument)
+    except HydraException:  # it is explained with those of other keys
+        return
+    value = given.value()
+    names = value if isinstance(value, list) else [value]
+    if given.is_sweep_override() or all(isinstance(name, str | dict) for name in names):
+        return
+    group = given.key_or_group
+    options = ", ".join(sorted(file.stem for file in (configs / group).glob("*.yaml")))
+    raise user_error(f"{argument}: {group} is chosen by a name, or a list of names ({options})")
 
 
 def _check_recipes(configs: Path, argument: str, value: str) -> None:
@@ -198,7 +218,9 @@ def _composed(configs: Path, name: str, arguments: list[str], base: OwnSettings 
     try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-            _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=primary)(collect))
+            _read_by_hydra(
+                configs, hydra.main(version_base="1.3", config_path=str(configs), config_name=primary)(collect)
+            )
     finally:
         sys.argv[1:] = typed
     return jobs, any(sweeps)
@@ -219,13 +241,14 @@ def _compose_one(
         words = [*words, f"hydra.searchpath=[{quoted}]"]
     trees: list[DictConfig] = []
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
-        _read_by_hydra(lambda: trees.append(hydra.compose(primary, words)))
+        _read_by_hydra(configs, lambda: trees.append(hydra.compose(primary, words)))
     return Job(trees[0], list(arguments), base)
 
 
-def _read_by_hydra(task: Callable[[], None]) -> None:
+def _read_by_hydra(configs: Path, task: Callable[[], None]) -> None:
     """Run a task that reads sys.argv. Raises UserError for options that do not exist, for which Hydra prints its usage,
     and for Hydra's own failures."""
+    from hydra.errors import MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
     stderr = io.StringIO()
@@ -237,6 +260,10 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
             sys.stderr.write(stderr.getvalue())
             raise
         raise user_error(_explain_option(stderr.getvalue())) from None
+    except MissingConfigException as error:
+        if error.options is None and error.missing_cfg_file and "/" in error.missing_cfg_file:  # one of a list
+            error.options = sorted(file.stem for file in (configs / error.missing_cfg_file).parent.glob("*.yaml"))
+        raise
     except OmegaConfBaseException:  # some are ValueErrors, too
         raise
     except UnicodeDecodeError as error:

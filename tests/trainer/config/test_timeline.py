@@ -132,6 +132,10 @@ def test_shares_of_phases_and_of_moves_of_the_rate_are_of_tokens_if_the_length_i
             "{until: 5, global_batch_size: 6, batch_ramp: true}",
             "trainer.phases[0].global_batch_size=6: a ramp from 4 sequences has steps of that size; set a multiple",
         ),
+        (
+            "{until: 5, global_batch_size: 1000000000, batch_ramp: true}",
+            "global_batch_size=1000000000: a ramp in steps of 4 sequences has 250,000,000 parts, and at most 10,000;",
+        ),
     ],
 )
 def test_phases_that_do_not_follow_each_other_are_refused(phases: str, says: str) -> None:

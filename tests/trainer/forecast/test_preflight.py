@@ -8,6 +8,7 @@ import torch
 from composed import config_of
 
 from precision import bind
+from precision.errors import UserError
 from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config
@@ -61,6 +62,16 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("health.power.seconds=inf", "health.power.seconds=inf: out of range; set 0.1 to 3600"),
         ("optim.lr=0", "optim.lr=0.0: out of range; set a number above 0"),
         ("optim.lr=nan", "optim.lr=nan: out of range"),
+        ("optim.eps=1e-60", "optim.eps=1e-60: it is 0 in FP32, and 0 / 0 not a number; set 1e-8"),
+        ("optim.muon.momentum=2", "optim.muon.momentum=2.0: out of range; set 0.95"),
+        (
+            "trainer.phases=[{router_bias_update_rate:0.1}] model.num_dense_layers=2 model.num_mtp_layers=0",
+            "trainer.phases[0].router_bias_update_rate=0.1: no block has experts; leave it out",
+        ),
+        (
+            "trainer.phases=[{router_bias_update_rate:1}] model.router_scoring=softmax model.router_bias_update_rate=0",
+            "trainer.phases[0].router_bias_update_rate=1.0: model.router_scoring=softmax has no bias; leave it out",
+        ),
         ("optim.clip=0", "optim.clip=0.0: out of range; set a number above 0, or null not to clip"),
         ("optim.weight_decay=nan", "optim.weight_decay=nan: out of range"),
         ("optim.weight_decay=inf", "optim.weight_decay=inf: out of range"),
@@ -117,6 +128,17 @@ def test_a_dimension_that_fp8_cannot_have_is_refused_but_bf16_takes_it(config: M
     check(config(odd))
     with pytest.raises(ValueError, match=r"^layers\.1\.moe\..* cannot run in FP8: .* not a multiple of 16; "):
         check(config(odd, "precision=fp8_delayed"))
+
+
+def test_the_exceptions_that_are_advised_for_such_dimensions_add_up(config: Make):
+    odd = ["precision=fp8_delayed", "model.moe_intermediate_size=36", "model.intermediate_size=68"]
+    odd += ["model.kv_lora_rank=36", 'precision.rules.exceptions=[{match: "layers.*.attn.o", precision: bf16}]']
+    for _ in range(3):
+        with pytest.raises(UserError, match="cannot run in FP8") as refusal:
+            check(config(*odd))
+        odd.append(str(refusal.value).partition(" or set ")[2].strip("'"))
+    plan = check(config(*odd))
+    assert not plan.gemms["layers.0.attn.o"].recipe.is_fp8  # what was given remains
 
 
 @pytest.mark.parametrize("precision", [[f"precision={name}"] for name in PRECISIONS] + [BY_TENSOR], ids=str)

@@ -178,6 +178,8 @@ class RankGroup:
             return True
         try:
             store = JobStore(self.launch, connect(self.launch, seconds=10))
+            if code > 128 and store.has("failure"):  # torchrun has stopped this rank because of it
+                return False
             first = store.add("said", message, 1) == 1
             store.add("refused", None, 1)
             deadline = time.monotonic() + 2.0
