@@ -354,8 +354,7 @@ def _module_in_all_blocks(name: str) -> str:
 
 
 def _exceptions_with(exceptions: list[RulesException], name: str) -> str:
-    """Return the exceptions of a run and one that keeps the module of a GEMM in BF16, as the command line takes
-    them."""
+    """Return the exceptions of a run and one that keeps a GEMM's module in BF16, as the command line takes them."""
     entries = []
     for each in (*exceptions, RulesException(_module_in_all_blocks(name), Precision.bf16)):
         how = [(key, getattr(each, key)) for key in ("precision", "accumulation")]
