@@ -107,6 +107,7 @@ def model_config(work: Work) -> Any:
         }
     if work.precision == "delayed":
         fp8 |= {"fp8_amax_history_len": AMAX_HISTORY, "fp8_amax_compute_algo": "max"}
+    draw = importlib.import_module("megatron.core.utils").init_method_normal(m["init_std"])  # as ours: last too
     softmax = m["router_scoring"] == "softmax"
     dense = m["num_dense_layers"]
     return make(
@@ -118,7 +119,8 @@ def model_config(work: Work) -> Any:
         original_max_position_embeddings=work.length,
         normalization="RMSNorm", layernorm_epsilon=m["rms_norm_eps"], qk_layernorm=True, add_bias_linear=False,
         gated_linear_unit=True, activation_func=F.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        init_method_std=m["init_std"], bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        init_method=draw, output_layer_init_method=draw, init_method_std=m["init_std"],
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
         bias_activation_fusion=True, bias_dropout_fusion=True, apply_rope_fusion=True, masked_softmax_fusion=True,
         persist_layer_norm=True, gradient_accumulation_fusion=True, cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te", attention_backend=enums.AttnBackend.fused, attention_softmax_in_fp32=True,
