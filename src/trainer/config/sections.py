@@ -174,7 +174,7 @@ class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
     """adamw: for everything; muon: for the hidden matrices, and AdamW for embedding, head and norms."""
     muon: MuonConfig | None = None
-    """Muon's settings (optim=muon_wsd, optim=muon_cosine); null with adamw."""
+    """Muon's settings (optim=muon_wsd, optim=muon_cosine); adamw does not read them."""
     qk_clip: float | None = None
     """Limit of a head's attention logits: after a step that exceeds it, the head's q and k weights are scaled down
     (QK-clip, Kimi K2: 100); null: off."""
