@@ -25,7 +25,7 @@ from models.router import Gate
 from models.slots import Slots
 from models.stage import Pipeline, Stage
 from models.tensor import TensorSplit
-from precision import IGNORED, Linear, Plan, Xielu, document_mask, linear_cross_entropy, refresh_weights
+from precision import IGNORED, Kurtosis, Linear, Plan, Xielu, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
 
 
@@ -213,8 +213,11 @@ class DeepSeek(nn.Module):
             block.attn.context = context
             if context is not None:
                 block.attn.max_logits.heads = context.own_heads(self.config.num_heads)
-            if isinstance(block, MoEBlock):
-                block.moe.gate.context = positions
+            for module in block.modules():
+                if isinstance(module, Gate):
+                    module.context = positions
+                if isinstance(module, Kurtosis):
+                    module.sequence_group = positions.name
 
     def split_weights(self, part: nn.Module, tensor: TensorSplit) -> None:
         """Keep this process's heads, or words, of one of the `parts` (tensor parallelism). Call it after the part's

@@ -126,6 +126,7 @@ class MLA(nn.Module):
         self.tensor, self.num_heads = tensor, self.num_heads // tensor.size
         own = range(self.num_heads) if self.context is None else self.context.own_heads(self.num_heads)
         self.max_logits.heads = range(first + own.start, first + own.stop)
+        self.kurtosis.token_group = tensor.name
         q = self.q if self.q_a is None else self.q_b
         for layer, dim in ((q, 0), (self.kv_b, 0), (self.o, 1)):
             tensor.keep(layer, dim)

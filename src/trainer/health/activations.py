@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from precision import Kurtosis
+from precision.kurtosis import WIDTHS, Kurtosis, kurtosis_of
 from trainer.parallel.collectives import all_sum
 
 if TYPE_CHECKING:
@@ -41,35 +41,34 @@ class BlockKurtosis:
 
     def __init__(self, blocks: list[tuple[str, Block]]):
         self._shape = len(blocks), len(PLACES)
-        self._sums: list[Tensor] = []
-        self._of_sequences: list[Tensor] = []
-        rows: list[int] = []
+        self._found: list[Tensor] = []
+        places: list[int] = []
         for i, (_, block) in enumerate(blocks):
             for module in block.modules():
                 if isinstance(module, Kurtosis):
-                    assert module.sums is not None, "precision.bind(model, ...) has not been called"
-                    self._sums.append(module.sums)
-                    assert module.sequences is not None
-                    self._of_sequences.append(module.sequences)
-                    rows.append(i * len(PLACES) + PLACES.index(module.place))
-        self._rows = torch.tensor(rows, device=self._sums[0].device)
+                    assert module.row.all is not None, "precision.bind(model, ...) has not been called"
+                    self._found.append(module.row.all)
+                    places.append(i * len(PLACES) + PLACES.index(module.place))
+        self._places = torch.tensor(places, device=self._found[0].device)
 
     def forget(self) -> None:
         """Reset the sums."""
-        torch._foreach_zero_([*self._sums, *self._of_sequences])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_(self._found)  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def sums(self) -> Tensor:
         """Sums of the kurtosis and of tokens, [blocks, places, 2] FP64."""
-        return self._by_place(self._sums)
+        return self._by_place(torch.stack(self._found)[:, :2])
 
-    def _by_place(self, rows: list[Tensor]) -> Tensor:
+    def _by_place(self, sums: Tensor) -> Tensor:
         blocks, places = self._shape
-        sums = torch.zeros(blocks * places, 2, dtype=torch.float64, device=self._rows.device)
-        return sums.index_add_(0, self._rows, torch.stack(rows)).view(blocks, places, 2)
+        zeros = torch.zeros(blocks * places, 2, dtype=torch.float64, device=sums.device)
+        return zeros.index_add_(0, self._places, sums).view(blocks, places, 2)
 
     def means(self, world: World) -> dict[str, Tensor]:
         """Return means over all ranks, [blocks] FP64 by place and by place with `_sequence`; NaN if empty. A
         collective."""
-        sums = torch.cat(all_sum([self.sums, self._by_place(self._of_sequences)], world), 1)
+        tokens, sequences, pool = all_sum([torch.stack(self._found)], world)[0].split(WIDTHS, 1)
+        sequences = sequences + kurtosis_of(pool.T).T
+        sums = torch.cat([self._by_place(tokens), self._by_place(sequences)], 1)
         return dict(zip(KINDS, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))
