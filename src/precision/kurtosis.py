@@ -93,9 +93,9 @@ def kurtosis_of(moments: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def add_plain_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None) -> None:
-    """Add to sums [2] the kurtosis of rows x [R, D] and beside [R, E], and their number."""
-    sums.add_(kurtosis_of(moments(x, beside)).sum(1))
+def add_plain_kurtosis(sums: Tensor, x: Tensor) -> None:
+    """Add to sums [2] the kurtosis of rows x [R, D], and their number: what the kernel is compared with."""
+    sums.add_(kurtosis_of(moments(x)).sum(1))
 
 
 @torch.no_grad()

@@ -312,7 +312,7 @@ def _sample_h(
         inv = h_inv[0] if casts.mode == const.TENSOR.value else h_inv[part]
         show(place, exact, h[part], inv, casts.forward.fmt, live)
     if kurtosis.numel():
-        add_kurtosis(kurtosis, exact, live=live)
+        add_kurtosis(kurtosis, exact, live)
 
 
 def _sample_d1(

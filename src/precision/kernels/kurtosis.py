@@ -13,46 +13,32 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def _add_powers(x, r, stride, X, second, fourth, COLUMNS: tl.constexpr):
+def _kurtosis_kernel(x, live, sums, X, stride, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the kurtosis of one row of x [R, X], columns adjacent; live [R]."""
+    r = tl.program_id(0)
+    second = tl.zeros((COLUMNS,), tl.float32)
+    fourth = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, X, COLUMNS):
         c = start + tl.arange(0, COLUMNS)
         v = tl.load(x + r.to(tl.int64) * stride + c, mask=c < X, other=0).to(tl.float32)
         square = v * v
         second += square
         fourth += square * square
-    return second, fourth
-
-
-@triton.jit
-def _kurtosis_kernel(
-    x, beside, live, sums, X, Y, stride_x, stride_y, BESIDE: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Add the kurtosis of one row: x [R, X], beside [R, Y], columns adjacent; live [R]."""
-    r = tl.program_id(0)
-    second = tl.zeros((COLUMNS,), tl.float32)
-    fourth = tl.zeros((COLUMNS,), tl.float32)
-    second, fourth = _add_powers(x, r, stride_x, X, second, fourth, COLUMNS)
-    width = X
-    if BESIDE:
-        second, fourth = _add_powers(beside, r, stride_y, Y, second, fourth, COLUMNS)
-        width += Y
     two, four = tl.sum(second).to(tl.float64), tl.sum(fourth).to(tl.float64)
     counts = four != 0
     if LIVE:
         counts = counts & (tl.load(live + r) >= 0)
-    tl.atomic_add(sums, tl.where(counts, four * width / (two * two), 0.0), sem="relaxed")
+    tl.atomic_add(sums, tl.where(counts, four * X / (two * two), 0.0), sem="relaxed")
     tl.atomic_add(sums + 1, counts.to(tl.float64), sem="relaxed")
 
 
 @torch.no_grad()
-def add_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None, live: Tensor | None = None) -> None:
-    """Add to sums [2] FP64 the kurtosis of rows x [R, X], with more features beside [R, Y], and their number. Rows of
-    zeros do not count, nor those with live [R] int32 below 0. Rows may have any stride."""
-    x, beside = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (x, beside))
-    assert x is not None
-    other = x if beside is None else beside
+def add_kurtosis(sums: Tensor, x: Tensor, live: Tensor | None = None) -> None:
+    """Add to sums [2] FP64 the kurtosis of rows x [R, X], and their number. Rows of zeros do not count, nor those with
+    live [R] int32 below 0. Rows may have any stride."""
+    x = x if x.stride(1) == 1 else x.contiguous()
     if len(x):
         _kurtosis_kernel[(len(x),)](
-            x, other, x if live is None else live.contiguous(), sums, x.shape[1], other.shape[1], x.stride(0),
-            other.stride(0), beside is not None, live is not None, _COLUMNS, num_warps=4,  # pyright: ignore[reportCallIssue]
+            x, x if live is None else live.contiguous(), sums, x.shape[1], x.stride(0), live is not None, _COLUMNS,
+            num_warps=4,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip

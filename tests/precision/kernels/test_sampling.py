@@ -189,17 +189,17 @@ def test_kurtosis_of_rows(dtype: torch.dtype) -> None:
     from precision.kernels.kurtosis import add_kurtosis
 
     torch.manual_seed(0)
-    x, beside = (torch.randn(90, width).mul_(3).exp_().to(DEVICE, dtype)[::3] for width in (1300, 70))
-    x[4], beside[4], x[5] = 0, 0, 0
+    x = torch.randn(90, 1300).mul_(3).exp_().to(DEVICE, dtype)[::3]
+    x[4] = 0
     live = torch.arange(90, dtype=torch.int32, device=DEVICE)[::3] % 4 - 1
     ours, theirs = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
-    add_kurtosis(ours, x, beside)
-    add_plain_kurtosis(theirs, x, beside)
+    add_kurtosis(ours, x)
+    add_plain_kurtosis(theirs, x)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert ours[1] == 29, "one row is zeros"
     alive = live >= 0
     x[~alive] = torch.nan
-    add_kurtosis(ours.zero_(), x, live=live)
+    add_kurtosis(ours.zero_(), x, live)
     add_plain_kurtosis(theirs.zero_(), x[alive])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     add_kurtosis(theirs, x[:0])
