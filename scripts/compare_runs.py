@@ -86,13 +86,7 @@ class Run:
     def last_step(self) -> int:
         return max(step for values in self.series.values() for step in values)
 
-    @property
-    def validation(self) -> float | None:
-        """The last validation loss."""
-        values = self.series.get(VALIDATION, {})
-        return values[max(values)] if values else None
-
-    def last(self, key: str) -> float | None:
+    def last(self, key: str = VALIDATION) -> float | None:
         """Return the last value of a metric."""
         values = self.series.get(key, {})
         return values[max(values)] if values else None
@@ -249,7 +243,7 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
         rate, joules = typical(run, "perf/tokens_per_second"), typical(run, JOULES)
         memory = run.series.get("memory/peak_gib", {}).values()
         skipped = run.last("recovery/skipped_steps")
-        difference = percent(run.validation, runs[0].validation) if run is not runs[0] else None
+        difference = percent(run.last(), runs[0].last()) if run is not runs[0] else None
         energy = (
             number(typical(run, WATTS), ",.0f"),
             number(1 / joules if joules else None, ",.4g"),
@@ -260,7 +254,7 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
             (
                 run.label,
                 f"{run.last_step:,}" if goal in (run.last_step, None) else f"{run.last_step:,} of {goal:,}",
-                number(run.validation, ".4f"),
+                number(run.last(), ".4f"),
                 number(difference, "+.2f", " %"),
                 number(statistics.fmean(recent) if recent else None, ".4f"),
                 number(rate, ",.0f"),
@@ -301,7 +295,7 @@ def remarks(runs: list[Run]) -> list[str]:
         for step, keys in run.changed.items():
             lines.append(f"{run.label}: from step {step:,} on with other settings: {keys}.")
     for a, b in twins(runs):
-        gap = percent(b.validation, a.validation)
+        gap = percent(b.last(), a.last())
         if gap is not None:
             lines.append(f"Noise: {a.label} and {b.label} differ in the seed alone, by {abs(gap):.2f} %.")
     for run in runs:
@@ -355,7 +349,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     title = "Loss against the first run: training (line), validation (marks)"
     figure, axes = canvas(f"difference to {runs[0].label}, %", title)
     axes.axhline(0, color=COLOURS[0], linewidth=1)
-    gaps = [abs(gap) for a, b in twins(runs) if (gap := percent(b.validation, a.validation)) is not None]
+    gaps = [abs(gap) for a, b in twins(runs) if (gap := percent(b.last(), a.last())) is not None]
     if gaps:
         axes.axhspan(-max(gaps), max(gaps), color="0.9", zorder=0, label="gap between two seeds at the end")
     late: list[float] = []
