@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precision.errors import UserError
 from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
 
@@ -55,7 +56,8 @@ def run() -> None:
     target = find(given.run, given.step, given.most)
     tree = config_of(target, given.overrides, not given.without_faults)
     done = replay(target, tree, PRECISIONS / f"{given.against}.yaml", given.microbatch)
-    print("\n".join([*head(done), "", *data(done), "", *table(done, given.only)]))
+    print("\n".join([*head(done), "", *data(done), ""]))
+    print("\n".join(table(done, given.only)))
 
 
 def head(done: "Replay") -> list[str]:
@@ -76,7 +78,7 @@ def head(done: "Replay") -> list[str]:
         rows.append((each.name, f"{each.loss:.4f}", f"{each.grad_norm:.4g}", verdict if place else "finite"))
     if target.logged is not None:
         loss, norm = (target.logged.get(key) for key in ("loss/total", "optim/grad_norm"))
-        cells = ("" if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (norm, ".4g")))
+        cells = ("not finite" if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (norm, ".4g")))
         rows.append(("the run logged", *cells, ""))
     lines += ["", *aligned(rows, left=(0, 3))]
     if target.event is not None:
@@ -106,8 +108,8 @@ def table(done: "Replay", only: str | None = None) -> list[str]:
     """Return every tensor, or those whose names match, a row each."""
     ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     names = in_order(list(ours) + [name for name in theirs if name not in ours])
-    if only is not None and not (names := fnmatch.filter(names, only)):
-        return [f"no tensor is called {only}"]
+    if only is not None and not (names := fnmatch.filter(every := names, only)):
+        raise UserError(f"--only {only}: no tensor is called so; some are {', '.join(every[:3])}")
     first = done.ours.probe.first_bad
     titles = "", "tensor", "shape", "amax", "of range", "clipped", "lost", "not finite", done.theirs.name, "difference"
     rows: list[tuple[str, ...]] = [titles]

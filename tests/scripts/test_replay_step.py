@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precision.errors import UserError
 from trainer.offline.replay import Replay, ReplayTarget, config_of, find, replay
+from trainer.offline.saved_model import config_at
 from trainer.recovery.nonfinite_probe import TensorReading
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,7 @@ def test_replay_prints_where_the_step_went_bad(run: Path, run_python: Run) -> No
         (["RUN", "4", "model.layers=3"], "model.layers=3: there is no such key; did you mean model.num_layers?"),
         (["RUN", "4", "model.hidden_size=32"], "the checkpoint is of another model"),
         (["RUN", "4", "margin"], "margin: not a KEY=VALUE"),
+        (["RUN", "4", "--only", "nope*"], "--only nope*: no tensor is called so; some are layers.0.attn.q:input, "),
     ],
 )
 def test_mistakes_are_one_line(run: Path, run_python: Run, words: list[str], says: str) -> None:
@@ -186,8 +188,13 @@ def test_a_replay_uses_the_config_of_that_step(run: Path, tmp_path: Path) -> Non
         (tmp_path / name).write_text(yaml.safe_dump({**tree, "optim": {**tree["optim"], "lr": lr}}))
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
     (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
-    rates = [config_of(find(tmp_path, step, 10), [], True)["optim"]["lr"] for step in (3, 4, 5, 6)]
+    rates = [config_at(tmp_path, step)["optim"]["lr"] for step in (3, 4, 5, 6)]
     assert rates == [1.0, 2.0, 2.0, tree["optim"]["lr"]]
+    assert config_of(find(tmp_path, 3, 10), [], True)["optim"]["lr"] == 1.0
+    with pytest.raises(UserError, match=r"step 3, after which its settings changed \(optim.lr 1.0 -> 2.0\); give a step"):
+        find(tmp_path, 4, 10)  # from the start of the run: no checkpoint of step 3 is left
+    shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    assert config_of(find(tmp_path, 4, 10), [], True)["optim"]["lr"] == 2.0
 
 
 def test_a_replay_uses_the_backends_of_that_step(run: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from trainer.checkpoint import (
 )
 from trainer.config import Config, load
 from trainer.config.timeline import Timeline
+from trainer.config_diff import changed_keys, configs_before
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.document_masking import set_document_masking
 from trainer.files import parse_lines
@@ -45,6 +46,8 @@ from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
 
 SKIPPED = "nonfinite", "spike", "loss_scale"
+_NO_MATTER = "run", "parallel", "eval", "checkpoint", "logging", "health", "profile", "dry_run", "gpu", "force_memory"
+"""Sections that change no weight."""
 
 
 @dataclass
@@ -94,8 +97,8 @@ class Replay:
 
 
 def find(run: Path, step: int, most: int) -> ReplayTarget:
-    """Find the way to a step. Raises UserError if the run or step does not exist, or no checkpoint lies less than
-    `most` steps before it."""
+    """Find the way to a step. Raises UserError if the run or step does not exist, if no checkpoint lies less than
+    `most` steps before it, or if settings changed in between."""
     if not (run / CONFIG).is_file():
         what = f"no {CONFIG} in it" if run.is_dir() else "no such folder"
         raise UserError(f"{run}: {what}; give the folder of a run, as runs/NAME")
@@ -133,6 +136,12 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
         raise UserError(
             f"step {step}: {run} has {where}, so {again} steps must be trained again; allow them with --most {again}"
         )
+    for end in configs_before(run):
+        if first < end < step and (what := changed_keys(config_at(run, end), config_at(run, step), but=_NO_MATTER)):
+            raise UserError(
+                f"step {step}: {run} has no checkpoint between it and step {end}, after which its settings changed "
+                f"({what}); give a step up to {end}, or one after a checkpoint"
+            )
     return ReplayTarget(run, step, checkpoint, first, rewinds, event, logged)
 
 
