@@ -147,6 +147,8 @@ def _judge(error: BaseException, stop_signal: int) -> _Outcome:
 
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _Outcome("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in str(error):
+        return _Outcome("error: out of memory; lower model.num_layers or trainer.microbatch_size", FAILED)
     if isinstance(error, UserError | RunError | OSError):
         of_user = isinstance(error, UserError | PermissionError)
         code = REFUSED if of_user else getattr(error, "exit_code", FAILED)

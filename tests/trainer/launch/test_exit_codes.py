@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from precision.errors import UserError
 from trainer.launch.command_line import guarded
@@ -46,6 +47,10 @@ def lack_permission() -> None:
     raise PermissionError(13, "Permission denied", "runs/x")
 
 
+def run_out_of_memory() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
 def write_below_a_file() -> None:
     Path("/dev/null/x").write_text("")
 
@@ -59,6 +64,7 @@ def write_below_a_file() -> None:
         (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
         (run_out_of_disk, 1, "octet: error: runs/x: No space left on device; free space, or name another place\n"),
         (run_out_of_disk_in_a_library, 1, "octet: error: No space left on device; free space\n"),
+        (run_out_of_memory, 1, "octet: error: out of memory; lower model.num_layers or trainer.microbatch_size\n"),
         (
             lack_permission,
             2,
