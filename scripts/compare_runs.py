@@ -185,7 +185,8 @@ def check_comparable(runs: list[Run]) -> None:
     for other in runs[1:]:
         different = other.differs_in(first) - {"data.cache_dir"}
         for section in ("model", "data"):
-            for key in sorted(key for key in different if key.startswith(f"{section}.")):
+            keys = (key for key in different if key.startswith(f"{section}."))
+            for key in sorted(keys, key=lambda key: (key != "data.source", key)):  # the rest follows from it
                 refuse(other, key, first, "another model" if section == "model" else "other data")
         for key in ("trainer.global_batch_size", "trainer.sequence_length"):
             if key in different:

@@ -25,7 +25,7 @@ def run() -> None:
     print(f"{made.folder}: {made.fp8:,} tensors came in FP8" if made.fp8 else f"{made.folder}: imported")
     for remark in made.remarks:
         print(remark)
-    print("to resume from it:")
+    print("to train on from its weights:")
     print(f"    python train.py {' '.join(made.overrides)} data=text data.path=TEXT")
 
 

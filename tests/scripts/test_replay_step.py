@@ -171,7 +171,7 @@ def test_replay_prints_where_the_step_went_bad(run: Path, run_python: Run) -> No
         (["RUN", "4", "model.layers=3"], "model.layers=3: there is no such key; did you mean model.num_layers?"),
         (["RUN", "4", "model.hidden_size=32"], "the checkpoint is of another model"),
         (["RUN", "4", "margin"], "margin: not a KEY=VALUE"),
-        (["RUN", "4", "--only", "nope*"], "--only nope*: no tensor is called so; some are embed, layers.0.attn.q:input, "),
+        (["RUN", "4", "--only", "nope*"], "--only nope*: no tensor is called so; some are embed, layers.0.a"),
     ],
 )
 def test_mistakes_are_one_line(run: Path, run_python: Run, words: list[str], says: str) -> None:

@@ -42,7 +42,11 @@ def explain(error: BaseException, arguments: list[str]) -> str:
     if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
         return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
     if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]}: the kind differs (value, list or section) from the current one, which --cfg job shows"
+        from trainer.config import Config
+        from trainer.config.schema import describe, generic, keys_of
+
+        wanted = keys_of(Config).get(generic(found[1].lstrip("+").partition("=")[0]))
+        return f"{found[1]}: must be {describe(wanted) if wanted else 'of another kind (value, list or section)'}"
     if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
         group = found[1] or found[2]
         once = (

@@ -132,7 +132,8 @@ MISTAKES = {
     "run.dir='~/runs'": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
     "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
-    "data.mix={name:a}": "data.mix={name:a}: the kind differs (value, list or section) from the current one",
+    "data.mix={name:a}": "data.mix={name:a}: must be a list of sections, as [a, b]",
+    "precision.rules=[]": "precision.rules=[]: must be a section with the keys first_blocks, last_blocks, exceptions",
     # options
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
     "mean trainer.max_steps=VALUE?",
