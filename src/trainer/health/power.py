@@ -75,36 +75,18 @@ class Reading:
 
 
 @dataclass
-class _Mean:
-    """Time-weighted mean of a quantity that may be unknown."""
-
-    total: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, value: float | None, seconds: float) -> None:
-        if value is not None:
-            self.total += value * seconds
-            self.seconds += seconds
-
-    @property
-    def value(self) -> float:
-        return self.total / self.seconds if self.seconds else NONE
-
-
-@dataclass
 class _Window:
-    """The intervals since the line before."""
+    """The intervals since the line before. sums: by quantity, of value * seconds and of seconds, where it is known."""
 
-    watts: _Mean = field(default_factory=_Mean)
-    sm_mhz: _Mean = field(default_factory=_Mean)
-    memory_mhz: _Mean = field(default_factory=_Mean)
-    throttled: _Mean = field(default_factory=_Mean)
-    power_cap: _Mean = field(default_factory=_Mean)
-    thermal: _Mean = field(default_factory=_Mean)
-    hardware: _Mean = field(default_factory=_Mean)
-    speed: _Mean = field(default_factory=_Mean)
+    sums: dict[str, list[float]] = field(default_factory=dict)
     celsius: float = NONE
     memory_celsius: float = NONE
+
+    def add(self, name: str, value: float | None, seconds: float) -> None:
+        if value is not None:
+            total = self.sums.setdefault(name, [0.0, 0.0])
+            total[0] += value * seconds
+            total[1] += seconds
 
 
 @dataclass
@@ -142,14 +124,10 @@ class Sampler:
         """Return what was gathered since the last call, or the last reading if there is nothing new. Never waits."""
         with self._lock:
             window = self._window
-            if window.speed.seconds or window.watts.seconds or window.sm_mhz.seconds:
+            if window.sums:
                 self._window = _Window()
-                means = ("watts", "sm_mhz", "memory_mhz", "throttled", "power_cap", "thermal", "hardware", "speed")
-                self._known = Reading(
-                    celsius=window.celsius,
-                    memory_celsius=window.memory_celsius,
-                    **{name: getattr(window, name).value for name in means},
-                )
+                means = {name: total / seconds for name, (total, seconds) in window.sums.items()}
+                self._known = Reading(celsius=window.celsius, memory_celsius=window.memory_celsius, **means)
             if self._ecc is not None:
                 self._known.ecc_errors = self._ecc[1] - self._ecc[0]
             return Reading(lost=1.0) if self._lost else self._known
@@ -171,15 +149,15 @@ class Sampler:
             if before is None or not (before.training and sample.training):
                 return
             span = max(now - before.seconds, 1e-9)
-            window.watts.add(_power(before, sample), span)
-            window.sm_mhz.add(sm, span)
-            window.memory_mhz.add(memory, span)
+            window.add("watts", _power(before, sample), span)
+            window.add("sm_mhz", sm, span)
+            window.add("memory_mhz", memory, span)
             if reasons is None:
                 return
             for name, bits in _REASONS.items():
-                getattr(window, name).add(1.0 if reasons & bits else 0.0, span)
+                window.add(name, 1.0 if reasons & bits else 0.0, span)
             if sm is not None:
-                window.speed.add(self._speed(reasons, sm), span)
+                window.add("speed", self._speed(reasons, sm), span)
 
     def _speed(self, reasons: int, mhz: float) -> float:
         """Return the clock over the clock without throttling; 1 while nothing throttles."""
