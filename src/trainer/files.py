@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from precision.errors import UserError
+
 SOURCE = Path(__file__).resolve().parents[1]
 """The folder of Octet's own packages."""
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
@@ -108,8 +110,6 @@ def create(path: Path) -> BinaryIO:
 
 def refuse_link(path: Path) -> None:
     """Raise UserError if `path` is a link: a run would write the file that it points to."""
-    from precision.errors import UserError  # imports torch, for which `--help` must not wait
-
     if path.is_symlink():
         raise UserError(f"{path}: is a link, and a run writes only to its own files and folders; remove it")
 
@@ -149,8 +149,6 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 def check_new(out: Path) -> Path:
     """Return the folder into which `new_folder` writes what becomes `out`. Raises UserError if either exists."""
-    from precision.errors import UserError  # imports torch, for which `--help` must not wait
-
     if os.path.lexists(out) or out.name in ("", ".."):
         raise UserError(f"{out}: exists; choose another folder, or remove this one")
     partial = out.with_name(out.name + ".partial")

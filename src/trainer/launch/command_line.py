@@ -5,7 +5,7 @@ errors take several, and advise to add a mistyped key to the config: they are re
 file: a denied permission has the exit code of a UserError, any other (a full disk) that of a RunError. Everything else
 is a bug and keeps its traceback. With several processes, one prints it.
 
-This module imports torch only after an error: `--help` is quick, and Ctrl-C reaches `guarded`.
+This module does not import torch: `--help` is quick, and Ctrl-C reaches `guarded`.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from precision.errors import RunError, UserError
 from trainer.files import FULL, SOURCE
-from trainer.launch.launcher import user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as UserError."""
-        raise user_error(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
@@ -143,8 +143,6 @@ def _judge(error: BaseException, stop_signal: int) -> _Outcome:
 
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _Outcome(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
-    from precision.errors import RunError, UserError
-
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _Outcome("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in str(error):

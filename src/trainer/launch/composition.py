@@ -18,9 +18,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from precision.errors import UserError
 from trainer.config_diff import is_secret
 from trainer.launch.command_line import OK, REFUSED
-from trainer.launch.launcher import Launch, user_error
+from trainer.launch.launcher import Launch
 from trainer.launch.saved_config import OwnSettings, forced, register, run_section
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
-            raise user_error(f"{shown}: not UTF-8, as a run's config has to be; rename the file or folder")
+            raise UserError(f"{shown}: not UTF-8, as a run's config has to be; rename the file or folder")
         key, _, value = argument.lstrip("+~").partition("=")
         if key in HYDRA_FOLDERS:
-            raise user_error(
+            raise UserError(
                 f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
@@ -82,7 +83,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
         _check_sections(job.tree)
     if is_sweep:
         if launch.under_torchrun:
-            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+            raise UserError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
         _name_runs(jobs)
         _check_resumed(jobs)
     for number, job in enumerate(jobs):
@@ -139,7 +140,7 @@ def _check_choice(configs: Path, argument: str) -> None:
         return
     group = given.key_or_group
     options = ", ".join(sorted(file.stem for file in (configs / group).glob("*.yaml")))
-    raise user_error(f"{argument}: {group} is chosen by a name, or a list of names ({options})")
+    raise UserError(f"{argument}: {group} is chosen by a name, or a list of names ({options})")
 
 
 def _check_recipes(configs: Path, argument: str, value: str) -> None:
@@ -156,7 +157,7 @@ def _check_recipes(configs: Path, argument: str, value: str) -> None:
         if replaces(later, earlier):
             swapped = "" if replaces(earlier, later) else f", or the whole run first: +recipe=[{later},{earlier}]"
             what = " and ".join(sorted(chosen[earlier] & chosen[later]))
-            raise user_error(f"{argument}: {later} replaces the {what} of {earlier}; write +recipe={later}{swapped}")
+            raise UserError(f"{argument}: {later} replaces the {what} of {earlier}; write +recipe={later}{swapped}")
 
 
 def _check_sections(tree: "DictConfig") -> None:
@@ -186,9 +187,9 @@ def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
         if option != FROM_RUN:
             rest.append(word)
         elif run is not None:
-            raise user_error(f"{FROM_RUN}: given twice; name one run")
+            raise UserError(f"{FROM_RUN}: given twice; name one run")
         elif not (run := value or next(words, "")):
-            raise user_error(f"{FROM_RUN}: the run is missing; give its folder, as {FROM_RUN} runs/NAME")
+            raise UserError(f"{FROM_RUN}: the run is missing; give its folder, as {FROM_RUN} runs/NAME")
     return rest, run
 
 
@@ -259,7 +260,7 @@ def _read_by_hydra(configs: Path, task: Callable[[], None]) -> None:
         if end.code != REFUSED:
             sys.stderr.write(stderr.getvalue())
             raise
-        raise user_error(_explain_option(stderr.getvalue())) from None
+        raise UserError(_explain_option(stderr.getvalue())) from None
     except MissingConfigException as error:
         if error.options is None and error.missing_cfg_file and "/" in error.missing_cfg_file:  # one of a list
             error.options = sorted(file.stem for file in (configs / error.missing_cfg_file).parent.glob("*.yaml"))
@@ -268,9 +269,9 @@ def _read_by_hydra(configs: Path, task: Callable[[], None]) -> None:
         raise
     except UnicodeDecodeError as error:
         near = error.object[: error.start].decode(errors="replace").split("\n")[-1]
-        raise user_error(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
+        raise UserError(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
     except ValueError as error:
-        raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
+        raise UserError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
     sys.stderr.write(stderr.getvalue())
 
 
@@ -304,7 +305,7 @@ def _replace_length(job: Job) -> None:
 def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
     """Let a run that torchrun restarts resume from its newest checkpoint, whatever it started from."""
     if launch.max_restarts and tree.run.name is None:
-        raise user_error(
+        raise UserError(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
         )
     if launch.attempt:
@@ -336,7 +337,7 @@ def _check_resumed(jobs: list[Job]) -> None:
     places = [path if path in NO_PATHS else os.path.realpath(path) for path in given]
     for path, place in zip(given, places, strict=True):
         if path not in NO_PATHS and places.count(place) > 1:
-            raise user_error(
+            raise UserError(
                 f"run.resume={path}: {places.count(place)} runs of the sweep would continue in one folder; "
                 f"start each from its weights with run.init_from={path}, or leave out -m"
             )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from precision.errors import UserError
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -43,25 +45,25 @@ class Launch:
             return cls()
         size = _number(environment, "WORLD_SIZE", None)
         if size < 1:
-            raise user_error(
+            raise UserError(
                 f"WORLD_SIZE={size}: the number of processes is 1 or more; start with torchrun, which sets it"
             )
         rank = _number(environment, "RANK", 0 if size == 1 else None)
         if not 0 <= rank < size:
-            raise user_error(
+            raise UserError(
                 f"RANK={rank}: ranks go from 0 to WORLD_SIZE-1={size - 1}; start with torchrun, which sets it"
             )
         if size > 1 and not environment.get("MASTER_ADDR"):
-            raise user_error(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
+            raise UserError(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
         local_rank = _number(environment, "LOCAL_RANK", 0 if size == 1 else None)
         if not 1 <= (local_size := _number(environment, "LOCAL_WORLD_SIZE", 1)) <= size:
-            raise user_error(
+            raise UserError(
                 f"LOCAL_WORLD_SIZE={local_size}: processes of this machine, 1 to WORLD_SIZE={size}; start with "
                 "torchrun, which sets it"
             )
         port = _number(environment, "MASTER_PORT", 0 if size == 1 else None)
         if size > 1 and not 0 < port < 2**16:
-            raise user_error(f"MASTER_PORT={port}: ports are 1 to 65535; start with torchrun, which sets it")
+            raise UserError(f"MASTER_PORT={port}: ports are 1 to 65535; start with torchrun, which sets it")
         return cls(
             rank=rank,
             local_rank=local_rank,
@@ -92,14 +94,7 @@ class Launch:
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
     text = environment.get(name, "" if default is None else str(default))
     if not text and (size := environment.get("WORLD_SIZE")):
-        raise user_error(f"{name}: not set, where WORLD_SIZE={size} is; start with torchrun, or unset WORLD_SIZE")
+        raise UserError(f"{name}: not set, where WORLD_SIZE={size} is; start with torchrun, or unset WORLD_SIZE")
     if not text.isdigit():
-        raise user_error(f"{name}={text}: it must be a number; start with torchrun, which sets it")
+        raise UserError(f"{name}={text}: it must be a number; start with torchrun, which sets it")
     return int(text)
-
-
-def user_error(message: str) -> ValueError:
-    """Return precision's UserError. Importing it imports torch, for which `--help` must not wait."""
-    from precision.errors import UserError
-
-    return UserError(message)

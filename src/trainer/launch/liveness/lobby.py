@@ -26,6 +26,7 @@ import threading
 import time
 from typing import Any, Protocol
 
+from precision.errors import RunError
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat
 from trainer.launch.liveness.exit_report import describe_exit, this_process
@@ -150,7 +151,7 @@ class LobbyServer(_Lobby):
             who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             if waited > ALL_SECONDS:
                 why = f"did not connect to {self._place} within {ALL_SECONDS:.0f} s"
-                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE")
+                raise RunError(f"{who} {why}; start as many ranks as WORLD_SIZE")
             if waited > SAY_SECONDS and not is_printed:
                 print(f"octet: waiting at {self._place} for {who}", flush=True)
                 is_printed = True
@@ -276,12 +277,12 @@ class LobbyClient(_Lobby):
         """Return when the store is served. Raises RunError if rank 0 is missing."""
         while not self._open.wait(_LOOK_SECONDS):
             if self._over:
-                raise _run_error(
+                raise RunError(
                     f"rank 0 at {self._place} ended before all ranks had connected; start all with one command"
                 )
             if self._connection is None and time.monotonic() - self._began > RANK_0_SECONDS:
                 why = f"did not answer at {self._place} within {RANK_0_SECONDS:.0f} s ({self._why})"
-                raise _run_error(f"rank 0 {why}; see its output, or correct MASTER_ADDR and MASTER_PORT")
+                raise RunError(f"rank 0 {why}; see its output, or correct MASTER_ADDR and MASTER_PORT")
 
     def leave(self) -> None:
         """This process ends normally."""
@@ -367,12 +368,5 @@ def _listen(port: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 why = error.strerror or error
-                raise _run_error(f"MASTER_PORT={port}: rank 0 cannot listen there ({why}); set another") from None
+                raise RunError(f"MASTER_PORT={port}: rank 0 cannot listen there ({why}); set another") from None
             time.sleep(_LOOK_SECONDS)
-
-
-def _run_error(message: str) -> Exception:
-    """Return precision's RunError. Importing it imports torch, which must not happen before the ranks are connected."""
-    from precision.errors import RunError
-
-    return RunError(message)
