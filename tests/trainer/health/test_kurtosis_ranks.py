@@ -26,21 +26,16 @@ BATCH, LENGTH = 4, 24
 RUN = ["trainer.device=cpu", "precision.backend=reference", "precision=fp32", "data=text", "data.path=."]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += [*SMALL_MODEL, "model.num_heads=4", "model.init_std=0.3", "trainer.max_steps=1", "optim.warmup_steps=1"]
-TENSOR, CONTEXT, EXPERT = "parallel.tensor=2", "parallel.context=2", "parallel.expert=2"
-PIPELINE, SHARD = "parallel.pipeline=2", "parallel.shard=2"
+TENSOR, CONTEXT = "parallel.tensor=2", "parallel.context=2"
 CASES: dict[int, dict[str, list[str]]] = {
     1: {"one": [], "microbatches of two": ["trainer.microbatch_size=2"]},
     2: {
-        "tensor": [TENSOR],
         "context": [CONTEXT],
-        "expert": [SHARD, EXPERT],
-        "pipeline": [PIPELINE],
-        "tensor, recomputed": [TENSOR, "recompute=full"],
         "tensor, compiled": [TENSOR],
     },
     4: {
-        "tensor, context, expert": [TENSOR, CONTEXT, EXPERT],
-        "tensor, pipeline": [TENSOR, PIPELINE],
+        "tensor, context, expert": [TENSOR, CONTEXT, "parallel.expert=2"],
+        "tensor, pipeline": [TENSOR, "parallel.pipeline=2"],
     },
 }
 # a sum of 96 products, the longest here, in another order differs by 96 roundings at most, and kurtosis by 8 times that
