@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EACCES, ENOTDIR
+from errno import EACCES, ENOTDIR, EROFS
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,8 @@ def check_writable(run: "RunConfig") -> None:
         if not nearest.is_dir():
             raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(nearest))
         if not os.access(nearest, os.W_OK | os.X_OK):
-            raise PermissionError(EACCES, os.strerror(EACCES), str(nearest))
+            why = EROFS if os.statvfs(nearest).f_flag & os.ST_RDONLY else EACCES
+            raise OSError(why, os.strerror(why), str(nearest))
 
 
 def check_name(name: str | None) -> None:
