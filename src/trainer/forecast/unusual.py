@@ -13,12 +13,14 @@ contains the published rates of DeepSeek-V3, V2-Lite and Moonlight.
 import math
 
 from models.flops import count_parameters
-from trainer.config import Config
+from trainer.config import Config, OptimizerName
 from trainer.config.timeline import Timeline
 
 TOKENS_A_PARAMETER = 20.0
 EPOCHS = 4.0
 """Up to here repeated data is nearly as good as new data (arXiv 2305.16264)."""
+SMALL_WEIGHTS = 0.25
+"""Of 1 / sqrt(features): smaller initial weights cost 0.5 nats and more in short runs (docs/benchmarks.md)."""
 OCCURRENCES = 100
 """Average occurrences of a vocabulary entry in the text; our choice."""
 
@@ -43,6 +45,10 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
     if from_scratch and not low <= o.lr <= high:
         laws = "laws of arXiv 2401.02954 and 2507.17702"
         note("optim.lr", f"{o.lr:g}", f"{low:.1e} to {high:.1e} is usual for this size ({laws})")
+    whole = 1 / math.sqrt(m.hidden_size)  # keeps the size of a product's input
+    if from_scratch and o.name is OptimizerName.adamw and m.init_std < SMALL_WEIGHTS * whole:
+        what = f"small for {m.hidden_size:,} features; 1 / sqrt(features), {whole:.2g}, is usual with AdamW (ours)"
+        note("model.init_std", f"{m.init_std:g}", what)
     if 2 * warmup > steps > 1:
         about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(steps // 100, 1)}"
         what = "the run ends before the warm-up" if warmup >= steps else "more than half of the run"

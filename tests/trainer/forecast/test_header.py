@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from composed import config_of
+from composed import CONFIGS, config_of
 
 from trainer.config import Config
 from trainer.data import Prepared
@@ -53,6 +53,7 @@ def test_nothing_is_unusual_about_a_sensible_run() -> None:
     [
         ("optim.lr=1e-2", None, None, "optim.lr=0.01: "),
         ("optim.lr=1e-6", None, None, "optim.lr=1e-06: "),
+        ("model.init_std=0.006", None, None, "model.init_std=0.006: small for 768 features; 1 / sqrt(features), 0.036"),
         ("trainer.max_steps=400", None, None, "optim.warmup_steps=500: the run ends before the warm-up"),
         ("trainer.max_steps=900", None, None, "optim.warmup_steps=500: more than half of the run"),
         ("optim.qk_clip=8", None, None, "optim.qk_clip=8: log-sum-exps of equal scores over 4,096 positions reach 8.3"),
@@ -69,6 +70,11 @@ def test_unusual_settings_are_reported_with_their_source(
     (line,) = lines
     assert "usual" in line or "nearly as good" in line
     assert "arXiv" in line or "(ours)" in line
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml")))
+def test_no_model_has_small_weights(name: str) -> None:
+    assert not [line for line in unusual(config_of([f"model={name}"])) if line.startswith("model.init_std")]
 
 
 def test_published_learning_rates_are_usual() -> None:
