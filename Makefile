@@ -76,7 +76,7 @@ test-versions:
 	done
 
 soak: $(VENV)/.installed
-	$(BIN)/python scripts/soak.py $(ARGS)
+	$(BIN)/python tests/soak $(ARGS)
 
 setup: $(VENV)/.installed-test
 

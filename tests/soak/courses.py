@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from soak_bits import SoakFailure, differs, metrics, state
+from bits import SoakFailure, differs, metrics, state
 
 import trainer.run.run_folder as run_folder
 from trainer.checkpoint import list_checkpoints
 from trainer.files import parse_line
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, COPIED_AT = 8, 6
 COMMON = [
     "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",

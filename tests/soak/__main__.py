@@ -1,9 +1,9 @@
 """The soak test: after any fault from outside, a run ends with the bits of an undisturbed one, or reports why not.
 
-    python scripts/soak.py                            50 faults, some minutes; make soak does the same
-    python scripts/soak.py --faults 200 --first 400 --seed 3      one part of many, with other faults than the rest
+    python tests/soak                            50 faults, some minutes; make soak does the same
+    python tests/soak --faults 200 --first 400 --seed 3      one part of many, with other faults than the rest
 
-A *course* trains a tiny model on the CPU, undisturbed: the reference. Each fault (`soak_faults.py`) is applied to a
+A *course* trains a tiny model on the CPU, undisturbed: the reference. Each fault (`faults.py`) is applied to a
 copy of the course's folder after step 6, or to a run that starts from nothing; the copy is then resumed to the end, by
 `run.name` alone. Courses differ by recipe, by bad steps (one is skipped; or a streak of them, so that the run rewinds)
 and by ranks: every fourth has two, started without torchrun. The result of a fault is one of
@@ -32,9 +32,9 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from soak_bits import SoakFailure
-from soak_faults import FAULTS
-from soak_runs import Course, warm_up, write_corpus
+from bits import SoakFailure
+from courses import Course, warm_up, write_corpus
+from faults import FAULTS
 
 from precision.errors import UserError
 from trainer.launch.command_line import REFUSED, Parser

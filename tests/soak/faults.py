@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from soak_bits import SoakFailure
-from soak_runs import Course, Job
+from bits import SoakFailure
+from courses import Course, Job
 
 from trainer.checkpoint import list_checkpoints
 

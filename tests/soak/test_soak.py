@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prlimit")
 
 
 @pytest.fixture(scope="module")
-def soak_bits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak_bits", ROOT / "scripts" / "soak_bits.py")
+def bits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bits", HERE / "bits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,26 +26,26 @@ def soak_bits() -> ModuleType:
 
 @pytest.mark.parametrize(("first", "count", "row"), [(0, 1, "1 | 0 | 1 | 0"), (15, 2, "2 | 2 | 0 | 0")])
 def test_some_faults_lose_nothing(run_python: Callable[..., Any], first: int, count: int, row: str) -> None:
-    done = run_python(ROOT / "scripts" / "soak.py", "--first", str(first), "--faults", str(count))
+    done = run_python(HERE, "--first", str(first), "--faults", str(count))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| all | {row} |" in done.stdout, done.stdout
 
 
-def test_the_comparison_finds_one_changed_bit(soak_bits: ModuleType) -> None:
+def test_the_comparison_finds_one_changed_bit(bits: ModuleType) -> None:
     ours = {"a": [torch.zeros(3)], "b": 1.0}
-    assert soak_bits.differs(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
-    assert soak_bits.differs(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"
-    assert soak_bits.differs(ours, {"a": [torch.zeros(3)], "b": 2.0}, "x") == "x/b"
-    assert soak_bits.differs(ours, {"a": []}, "x") is not None
+    assert bits.differs(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
+    assert bits.differs(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"
+    assert bits.differs(ours, {"a": [torch.zeros(3)], "b": 2.0}, "x") == "x/b"
+    assert bits.differs(ours, {"a": []}, "x") is not None
 
 
-def test_a_step_that_was_logged_twice_must_be_the_same(soak_bits: ModuleType, tmp_path: Path) -> None:
+def test_a_step_that_was_logged_twice_must_be_the_same(bits: ModuleType, tmp_path: Path) -> None:
     def write(*values: float) -> None:
         lines = [json.dumps({"step": 1, "loss/lm": value, "perf/x": i}) + "\n" for i, value in enumerate(values)]
         (tmp_path / "metrics.jsonl").write_text("".join(lines))
 
     write(1.5, 1.5)
-    assert soak_bits.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
+    assert bits.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
     write(1.5, 1.25)
-    with pytest.raises(soak_bits.SoakFailure, match="step 1 has loss/lm twice"):
-        soak_bits.metrics(tmp_path)
+    with pytest.raises(bits.SoakFailure, match="step 1 has loss/lm twice"):
+        bits.metrics(tmp_path)
