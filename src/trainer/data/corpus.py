@@ -175,8 +175,9 @@ def lines_before(path: Path, byte: int) -> int:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file, line ends untouched, in pieces of whole lines (to LONGEST_LINE). Most are one piece."""
-    with path.open(encoding="utf-8", newline="\n") as file:
+    """Yield the text of a file without its byte order mark, line ends untouched, in pieces of whole lines (to
+    LONGEST_LINE). Most are one piece."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
         while piece := file.read(PIECE_CHARACTERS):
             yield piece + file.readline(LONGEST_LINE)
 
@@ -197,7 +198,7 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
 
 def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
     """Yield the text of the bytes [begin, end) of a file, like `read_pieces`. The ends come from `divide`."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if begin == 0 else "utf-8")()
     with path.open("rb") as file:
         file.seek(begin)
         while begin < end and (piece := file.read(min(PIECE_CHARACTERS, end - begin))):

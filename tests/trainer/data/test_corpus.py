@@ -78,16 +78,16 @@ def test_split_is_the_same_on_every_machine() -> None:
     assert positions == [0.786127, 0.231174, 0.379076]
 
 
-@given(st.text(alphabet="añ∑\n\r\t x", max_size=60), st.integers(1, 7), st.integers(1, 9))
-def test_pieces_join_to_the_text(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, most: int) -> None:
+@given(st.text(alphabet="añ∑\n\r\t x\ufeff", max_size=60), st.integers(1, 7), st.integers(1, 9))
+def test_pieces_join_to_the_text_without_its_byte_order_mark(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, most: int) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_module, "PIECE_CHARACTERS", piece)
         patch.setattr(corpus_module, "LONGEST_LINE", most)
         pieces = list(read_pieces(path))
-        assert "".join(read_part(path, 0, len(text.encode()))) == text
-    assert "".join(pieces) == text
+        assert "".join(read_part(path, 0, len(text.encode()))) == text.removeprefix("\ufeff")
+    assert "".join(pieces) == text.removeprefix("\ufeff")
     assert all(each.endswith("\n") or len(each) == piece + most for each in pieces[:-1])
 
 
