@@ -79,7 +79,9 @@ def test_split_is_the_same_on_every_machine() -> None:
 
 
 @given(st.text(alphabet="añ∑\n\r\t x\ufeff", max_size=60), st.integers(1, 7), st.integers(1, 9))
-def test_pieces_join_to_the_text_without_its_byte_order_mark(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, most: int) -> None:
+def test_pieces_join_to_the_text_without_its_byte_order_mark(
+    tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, most: int
+) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
