@@ -62,10 +62,15 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 def read_back(data: Tensor, scale_inv: Tensor) -> Tensor:
     """Return the values of FP8 data [..., R, C] in FP32. scale_inv: [], or one per number, row, or block of 128 along a
     dimension, as in `Operand` and `WeightOperand`."""
-    for dim in (-2, -1) if scale_inv.dim() else ():
-        if scale_inv.shape[dim] not in (1, data.shape[dim]):
-            scale_inv = scale_inv.repeat_interleave(128, dim).narrow(dim, 0, data.shape[dim])
-    return fp8_values(data).float().mul_(scale_inv)
+    return fp8_values(data).float().mul_(spread(scale_inv, *data.shape))
+
+
+def spread(scale: Tensor, *shape: int) -> Tensor:
+    """Return scales so that they multiply numbers of this shape: those of blocks of 128 are repeated."""
+    for dim in range(-scale.dim(), 0):
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 def fp8_values(data: Tensor) -> Tensor:

@@ -26,10 +26,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from precision import formats
 from precision.backends import get_backend
 from precision.config import Granularity
 from precision.ffn import has_kernels
-from precision.formats import fp8_values, saturating_cast
+from precision.formats import saturating_cast
 from precision.fused import sum_rows
 from precision.linear import GroupedLinear
 from precision.observe import report
@@ -344,10 +345,7 @@ def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype, kernels: bool) -> T
         from precision.kernels.read_back import read_back_bf16
 
         return read_back_bf16(data, inv)
-    D = data.shape[-1]
-    if inv.dim() and inv.shape[-1] > 1:
-        inv = inv.repeat_interleave(128, -1)[:, :D]
-    return (fp8_values(data).float() * inv).to(dtype)
+    return formats.read_back(data, inv).to(dtype)
 
 
 def _cast_under_group_scale(

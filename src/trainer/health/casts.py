@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from precision import ScalingArena
-from precision.formats import Format, fp8_values
+from precision.formats import Format, fp8_values, spread
 from precision.proof import STATISTICS, refused
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum
@@ -154,7 +154,7 @@ def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
     if x.dtype == torch.float32:
         x = x.to(torch.bfloat16)  # of a master, the BF16 compute weight is cast
     wide, stored = x.float(), fp8_values(data).float()
-    inv = _spread(inv, wide.shape)
+    inv = spread(inv, *wide.shape)
     clipped = torch.count_nonzero(wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).double()
     vanished = (torch.count_nonzero(wide) - torch.count_nonzero(stored)).double()  # zeros stay zeros
     norm, error = (_square(each) for each in (wide, torch.addcmul(wide, stored, inv, value=-1)))
@@ -163,11 +163,3 @@ def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
 
 def _square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
-
-
-def _spread(inv: Tensor, shape: torch.Size) -> Tensor:
-    """Expand block scales to the elements."""
-    for dim in range(-inv.dim(), 0):
-        if inv.shape[dim] not in (1, shape[dim]):
-            inv = inv.repeat_interleave(_BLOCK, dim).narrow(dim, 0, shape[dim])
-    return inv

@@ -33,7 +33,7 @@ from precision.backends import get_backend
 from precision.backends.availability import te_scaling
 from precision.config import BackendChoice, Granularity, Method, Precision
 from precision.errors import UserError
-from precision.formats import E4M3, saturating_cast
+from precision.formats import E4M3, saturating_cast, spread
 from precision.rows import TE
 from precision.scaling import absolute_max, scale_from_amax
 from trainer.checkpoint.reading import STATE
@@ -48,11 +48,6 @@ def grid_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape of the scales of a matrix."""
     rows, columns = shape
     return -(-rows // TILE), -(-columns // TILE)
-
-
-def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Expand scales of blocks [r, c] to elements [rows, columns]."""
-    return scale.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
 
 
 def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:

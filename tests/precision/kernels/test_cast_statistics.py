@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision.formats import E4M3, E5M2, Format
+from precision.formats import E4M3, E5M2, Format, spread
 from trainer.health import casts
 
 kernels = pytest.importorskip("precision.kernels.cast_statistics", reason="Triton is missing")
@@ -46,7 +46,7 @@ def kernel(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
 
 
 def check(x: Tensor, inv: Tensor, fmt: Format) -> None:
-    wide = x.bfloat16().float() / casts._spread(inv[:, None, None] if inv.dim() == 1 else inv, x.shape)
+    wide = x.bfloat16().float() / spread(inv[:, None, None] if inv.dim() == 1 else inv, *x.shape)
     data = wide.clamp(-fmt.max, fmt.max).to(fmt.dtype)
     ours, theirs = kernel(x, data, inv, fmt), twin(x, data, inv, fmt)
     assert ours[:3].tolist() == theirs[:3].tolist(), "counts are exact"
@@ -88,7 +88,7 @@ def test_memory_of_any_order_and_alignment() -> None:
 def test_every_kth_row_and_rows_that_do_not_count(kind: str) -> None:
     shape, part = (211, 336), slice(None, None, 3)
     x, inv = numbers(*shape, dtype=torch.bfloat16), scales(kind, shape)
-    data = (x.float() / casts._spread(inv, x.shape)).clamp(-448, 448).to(E4M3.dtype)
+    data = (x.float() / spread(inv, *x.shape)).clamp(-448, 448).to(E4M3.dtype)
     live = torch.arange(211, dtype=torch.int32, device=DEVICE) % 5 - 1  # every fifth is none
     x[live < 0] = torch.nan
     sums = kernels.new_sums(device=DEVICE)

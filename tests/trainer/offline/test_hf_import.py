@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.config import plain_model
 from models.hf import shapes
+from precision.formats import spread
 from trainer.checkpoint import ShardView, read
 from trainer.checkpoint.dcp import ShardSavePlanner
 from trainer.checkpoint.manifest import write_file, write_manifest
@@ -31,7 +32,7 @@ from trainer.launch.composition import compose
 from trainer.offline import row_reader
 from trainer.offline.export import export_run
 from trainer.offline.hf_export import ExportFormat, export
-from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
+from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape
 from trainer.offline.hf_import import import_hf
 from trainer.offline.row_reader import SavedTensors
 

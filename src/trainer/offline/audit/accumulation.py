@@ -15,8 +15,7 @@ from torch import Tensor
 
 from precision import GemmRow
 from precision.backends import GradOperand, WeightOperand, get_backend
-from precision.backends.reference import BLOCK
-from precision.formats import Format, read_back
+from precision.formats import Format, read_back, spread
 
 BIAS = 1e-3
 SHORTEST = 2048
@@ -117,10 +116,4 @@ def check_sums(
 
 def _exact(data: Tensor, inv: Tensor | None) -> Tensor:
     """Return the numbers that data represents, in float64, with block scales spread over their blocks."""
-    values = data.double()
-    if inv is None:
-        return values
-    for dim in range(-inv.dim(), 0):
-        if inv.shape[dim] not in (1, values.shape[dim]):
-            inv = inv.repeat_interleave(BLOCK, dim).narrow(dim, 0, values.shape[dim])
-    return values * inv.double()
+    return data.double() if inv is None else data.double() * spread(inv, *data.shape).double()
