@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.formats import E4M3, fp8_values, saturating_cast
+from precision.formats import E4M3, read_back, saturating_cast
 from precision.kurtosis import Kurtosis
 from precision.linear import quantize
 from precision.observe import is_observed
@@ -96,23 +96,23 @@ def swiglu_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def swiglu_from_fp8(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers of `swiglu_to_fp8`, [..., 2F]; exact in BF16."""
-    wide = scale_inv.repeat_interleave(128, -1)[..., : data.shape[-1]]
-    return (fp8_values(data).float() * wide).flatten(-2).to(dtype)
+    return read_back(data, scale_inv).flatten(-2).to(dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """rows[r] = x[index[r]]. Backward: each token sums its K rows in FP32. inverse [T, K]: their numbers."""
+    """rows[r] = x[index[r]], or without `values`, where FP8 is gathered beside it, the autograd edge alone. Backward:
+    each token sums its K rows in FP32. inverse [T, K]: their numbers."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor, values: bool) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.dtype = x.dtype
-        return x.index_select(0, index)
+        return x.index_select(0, index) if values else x.new_zeros(()).expand(index.shape[0], *x.shape[1:])
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (inverse,) = ctx.saved_tensors
-        return sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+        return sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -254,25 +254,10 @@ def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed 
     as `feed` requests. The gradient of a token is the FP32 sum over its rows.
     """
     if not isinstance(x, Operand):
-        return quantize_for(_Gather.apply(x, index, inverse), feed)
+        return quantize_for(_Gather.apply(x, index, inverse, True), feed)
     data = x.data.view(torch.uint8).index_select(0, index).view(x.data.dtype)
     scale_inv = x.scale_inv.index_select(0, index) if x.scale_inv.dim() else x.scale_inv
-    return Operand(_GatherEdge.apply(x.carrier, index, inverse), data, scale_inv, kept=False)
-
-
-class _GatherEdge(torch.autograd.Function):
-    """Autograd edge of `_Gather` where the values are gathered as FP8 beside it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.dtype = x.dtype
-        return x.new_zeros(()).expand(index.shape[0], *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        (inverse,) = ctx.saved_tensors
-        return sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+    return Operand(_Gather.apply(x.carrier, index, inverse, False), data, scale_inv, kept=False)
 
 
 def combine_rows(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,8 @@ words.
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,7 @@ def linear_cross_entropy(
     slots = lm_head.input_slot, lm_head.grad_slot
     rows = [None if slot is None else getattr(slot, key) for slot in slots for key in ("scale", "amax", "place")]
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe, loss_scale, split)
+        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, recipe, loss_scale, split, *rows)
     return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False, None, split)[0]
 
 
@@ -85,18 +87,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         operand: WeightOperand,
         target_T: Tensor,
-        x_scale: Tensor | None,
-        x_amax: Tensor | None,
-        x_place: Tensor | None,
-        dz_scale: Tensor | None,
-        dz_amax: Tensor | None,
-        dz_place: Tensor | None,
         recipe: GemmRecipe,
         loss_scale: Tensor | None,
         split: VocabularySplit | None,
+        *rows: Tensor | None,
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
-        rows = [x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place]
         wants_dw = ctx.needs_input_grad[1]
         loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, wants_dw, loss_scale, split)
         ctx.save_for_backward(dh_TD, dw_VD, loss_scale)
@@ -119,7 +115,7 @@ def _in_chunks(
     h_TD: Tensor,
     operand: WeightOperand,
     target_T: Tensor,
-    arena_rows: list[Tensor | None],
+    arena_rows: Sequence[Tensor | None],
     recipe: GemmRecipe,
     dh_TD: Tensor | None,
     wants_dw: bool,

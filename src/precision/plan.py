@@ -20,7 +20,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from precision.amax_probe import AmaxProbe
 from precision.backends.availability import te_scaling
@@ -55,6 +55,9 @@ UNBOUNDED = (
 )
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: its sums of 128 products must be in FP32"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
+
+
+Decision = TypeVar("Decision", Precision, Accumulation)
 
 
 @dataclass
@@ -186,7 +189,7 @@ class Plan:
         recipe = GemmRecipe(fmt, grad, fmt, BF16 if fmt.is_fp8 else fmt, scaling, backend, sums)
         static = static_scale(qk_bound, fmt.max) if qk_bound is not None and fmt.is_fp8 else None
         if fmt.is_fp8 and qk_bound is None:
-            self._note(UNBOUNDED)
+            self._resolver.note(UNBOUNDED)
         decided_by = self.tensors[name].decided_by
         self.cores[name] = CoreRow(name, num_heads, qk_head_dim, v_head_dim, static, recipe, decided_by)
         return self.cores[name]
@@ -206,7 +209,8 @@ class Plan:
                 )
         narrow = any(row.recipe.swiglu.is_fp8 for name, row in self.gemms.items() if name.endswith(".gate_up"))
         if self.config.table.swiglu is Precision.fp8 and not narrow:
-            self._note("precision.table.swiglu=fp8 has no effect: no gated feed-forward layer multiplies in FP8")
+            what = "no gated feed-forward layer multiplies in FP8"
+            self._resolver.note(f"precision.table.swiglu=fp8 has no effect: {what}")
         formats = {name: (row.op, row.recipe.input) for name, row in self.gemms.items()}
         formats |= {name: (row.op, row.format) for name, row in self.tensors.items() if row.op not in TRAINER_OPS}
         others = [each for each in formats.items() if each[1][1] not in (FP16, FP32)]
@@ -277,11 +281,6 @@ class Plan:
         shares = self.fp8_share, self.blocks_fp8_share
         return plan_text(self.config, self.gemms, self.tensors, self.cores, self.notes, shares)
 
-    def _note(self, text: str) -> None:
-        """Add a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
     def _register(self, name: str) -> None:
         if name in self.gemms or name in self.tensors:
             raise ValueError(f"{name} asked for a row of the precision plan twice; names must be unique")
@@ -298,35 +297,17 @@ class Plan:
 
     def _decide(self, name: str, op: str) -> tuple[Precision, str]:
         table = self._table(op, name)
-        decided: dict[Precision, str] = {}
-        for rule in self._rules:
-            ruled = op in RULED_OPS or (op == "attn.core" and table is Precision.fp8)
-            applies = table is Precision.fp8 if rule.fp8_only else ruled
-            if rule.precision is not None and applies and rule.pattern.fullmatch(name):
-                rule.hits += 1
-                decided.setdefault(rule.precision, rule.text)
-        if len(decided) > 1:
-            what = " and ".join(f"{text} ({precision.value})" for precision, text in decided.items())
-            raise UserError(f"precision.rules: {name} is decided twice, by {what}; keep one")
-        for precision, text in decided.items():
-            return precision, text
-        return table, "table"
+        ruled = op in RULED_OPS or (op == "attn.core" and table is Precision.fp8)
+        rules = [rule for rule in self._rules if (table is Precision.fp8 if rule.fp8_only else ruled)]
+        return _by_rules(name, name, [(rule, rule.precision) for rule in rules]) or (table, "table")
 
     def _accumulation(self, name: str, blocks: bool = True) -> Accumulation:
         """Return how the products of an FP8 GEMM are summed. blocks: whether it has scales of blocks, if the recipe
         has."""
-        decided: dict[Accumulation, str] = {}
-        for rule in self._rules:
-            if rule.accumulation is not None and rule.pattern.fullmatch(name):
-                rule.hits += 1
-                decided.setdefault(rule.accumulation, rule.text)
-        if len(decided) > 1:
-            what = " and ".join(f"{text} ({accumulation.value})" for accumulation, text in decided.items())
-            raise UserError(f"precision.rules: the accumulation of {name} is decided twice, by {what}; keep one")
-        accumulation = next(iter(decided), self.config.accumulation)
+        decided = _by_rules(name, f"the accumulation of {name}", [(rule, rule.accumulation) for rule in self._rules])
+        accumulation = self.config.accumulation if decided is None else decided[0]
         if accumulation is Accumulation.fast and blocks and self.config.scaling.granularity is Granularity.block:
-            if BLOCKS_PROMOTE not in self.notes:
-                self.notes.append(BLOCKS_PROMOTE)
+            self._resolver.note(BLOCKS_PROMOTE)
             return Accumulation.fp32
         return accumulation
 
@@ -344,6 +325,19 @@ class Plan:
             kept = E4M3 if narrow else output
             self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation, kept)
         return self._recipes[key]
+
+
+def _by_rules(name: str, what: str, rules: Iterable[tuple[_Rule, Decision | None]]) -> tuple[Decision, str] | None:
+    """Return the decision that rules make for a row, and which rule makes it. UserError if they make two."""
+    decided: dict[Decision, str] = {}
+    for rule, decision in rules:
+        if decision is not None and rule.pattern.fullmatch(name):
+            rule.hits += 1
+            decided.setdefault(decision, rule.text)
+    if len(decided) > 1:
+        by = " and ".join(f"{text} ({decision.value})" for decision, text in decided.items())
+        raise UserError(f"precision.rules: {what} is decided twice, by {by}; keep one")
+    return next(iter(decided.items()), None)
 
 
 def _module_in_all_blocks(name: str) -> str:

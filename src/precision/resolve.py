@@ -167,9 +167,7 @@ class Resolver:
             choice = Choice(Precision.fp8, REFERENCE)
         elif problem is not None:
             choice = Choice(Precision.bf16, REFERENCE, "no FP8 kernel")
-            note = f"attn.core stays in BF16: {problem}; precision.backend=reference emulates it in FP8"
-            if note not in self.notes:
-                self.notes.append(note)
+            self.note(f"attn.core stays in BF16: {problem}; precision.backend=reference emulates it in FP8")
         elif self._config.never_slower:
             choice = self._again(core) or self._fp8(core)
         else:
@@ -241,10 +239,17 @@ class Resolver:
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
         entry = self._rates.nearest(kind, self._scaling, gemm.accumulation.value, shape, gemm.rows, candidates)
         if entry is None:
-            self._note_unmeasured(kind)
+            where = "a CPU" if self._gpu is None else self._gpu.name
+            note = f"no measured rates of {kind} GEMMs with {self._scaling} on {where}: FP8 rows keep their recipe, "
+            note += f"served by {self._default}"
+            self.note(note + "; precision.never_slower has no effect on them" * self._config.never_slower)
             return Choice(Precision.fp8, self._served(self._default, gemm))
         if entry.accumulation != gemm.accumulation.value:
-            self._note_other_sums(kind, gemm.accumulation, entry)
+            assert self._gpu is not None
+            self.note(
+                f"no measured rates of {kind} GEMMs with {self._scaling} and accumulation={gemm.accumulation.value} on "
+                f"{self._gpu.name}: those with {entry.accumulation} are used instead"
+            )
         best = min((name for name in candidates if name in entry.ms), key=lambda name: entry.ms[name])
         gain = entry.ms["bf16"] / entry.ms[best] if "bf16" in entry.ms else None
         if self._config.never_slower and entry.distance(shape, gemm.rows) > FAR:
@@ -267,10 +272,7 @@ class Resolver:
         if problem is not None:
             if self._config.backend is not BackendChoice.auto:
                 raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
-            what = EXPERTS if grouped else GEMMS
-            note = f"{what} are served by reference instead of cuda: {problem}"
-            if note not in self.notes:
-                self.notes.append(note)
+            self.note(f"{EXPERTS if grouped else GEMMS} are served by reference instead of cuda: {problem}")
             return REFERENCE
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 
@@ -285,23 +287,10 @@ class Resolver:
             f"({n} x {k}{theirs}), and others may be, too: measure them with scripts/bench/linear.py --table"
         )
 
-    def _note_other_sums(self, kind: str, accumulation: Accumulation, entry: Entry) -> None:
-        assert self._gpu is not None
-        note = (
-            f"no measured rates of {kind} GEMMs with {self._scaling} and accumulation={accumulation.value} on "
-            f"{self._gpu.name}: those with {entry.accumulation} are used instead"
-        )
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def _note_unmeasured(self, kind: str) -> None:
-        where = "a CPU" if self._gpu is None else self._gpu.name
-        what = f"{kind} GEMMs with {self._scaling}"
-        note = f"no measured rates of {what} on {where}: FP8 rows keep their recipe, served by {self._default}"
-        if self._config.never_slower:
-            note += "; precision.never_slower has no effect on them"
-        if note not in self.notes:
-            self.notes.append(note)
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 def _narrow_rows(gemm: Gemm) -> str | None:

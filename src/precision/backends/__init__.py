@@ -8,20 +8,19 @@ with its own modules (`precision.backends.transformer_engine`).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 from precision.backends.interface import Backend, GradOperand, WeightOperand
 from precision.backends.reference import ReferenceBackend
 
 _BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend()}
-_ON_DEMAND = {"cuda": ("precision.backends.cuda", "CudaBackend")}  # name: (module, class)
 
 
 def get_backend(name: str) -> Backend:
     """Return the backend of that name, importing it on first use."""
-    if name not in _BACKENDS:
-        module, cls = _ON_DEMAND[name]
-        _BACKENDS[name] = getattr(import_module(module), cls)()
+    if name == "cuda" and name not in _BACKENDS:
+        from precision.backends.cuda import CudaBackend
+
+        _BACKENDS[name] = CudaBackend()
     return _BACKENDS[name]
 
 
