@@ -10,12 +10,13 @@ from torch import Tensor
 
 from precision.kernels import document_attention as _kernels
 from precision.kernels.attention_tiles import by_position
+from precision.kernels.common import readable
 
 
 @torch.library.custom_op("octet::document_attention", mutates_args=())
 def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result and the log-sum-exp, which backward needs; see `document_attention.forward`."""
-    return _kernels.forward(*map(_readable, (q, k, v)), bounds, scale)
+    return _kernels.forward(*map(readable, (q, k, v)), bounds, scale)
 
 
 @document_attention.register_fake
@@ -28,8 +29,8 @@ def document_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `document_attention.backward`."""
-    dout, q, k, v = map(_readable, (dout, q, k, v))
-    return _kernels.backward(dout, q, k, v, bounds, _readable(out), lse.contiguous(), scale)
+    dout, q, k, v = map(readable, (dout, q, k, v))
+    return _kernels.backward(dout, q, k, v, bounds, readable(out), lse.contiguous(), scale)
 
 
 @document_attention_backward.register_fake
@@ -52,7 +53,3 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | No
 
 
 document_attention.register_autograd(_backward, setup_context=_keep)
-
-
-def _readable(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -81,6 +81,16 @@ def as_words(data: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
+def readable(x: Tensor) -> Tensor:
+    """Return x with features adjacent; rows may have a larger stride, as parts of wider ones do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def scale_shape(mode: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape in which kernels store the inverse scales of a tensor [rows, columns]."""
+    return {1: (), 2: (rows, 1), 3: (cdiv(columns, 128), rows)}[mode]
+
+
 def by_block(inv: Tensor) -> Tensor:
     """Return inverse scales [R, blocks] as the kernels read them, stored [blocks, R]: scales of gathered rows, or of
     some of the rows, are not. The one scale [] of a tensor is returned as it is."""

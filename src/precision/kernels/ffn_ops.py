@@ -225,8 +225,8 @@ def input_gradients(
         d1t_inv, ht_inv = d1_inv, h_inv[0]
     elif mode == const.ROW.value:
         d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward, inv1)
-        d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
-        ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
+        d1t, d1t_inv = transpose(d1, d1_inv, casts.grad, ends)
+        ht, ht_inv = transpose(h8, h_inv, casts.forward, ends)
     elif dh.shape[1] % 128 == 0:
         d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
             dh, y1, weight, ends, d1_amax, casts.grad, forward, inv1
@@ -333,10 +333,3 @@ def _sampled_route(to: Route | None, part: slice) -> tuple[Tensor | None, Tensor
         return None, None
     weight = to.weight[part].contiguous()
     return weight, torch.full((1,), len(weight), dtype=torch.int32, device=weight.device)
-
-
-def _transpose(x8: Tensor, inv: Tensor, how: Cast, to: Route | None) -> tuple[Tensor, Tensor]:
-    """Transpose x8 with ROW scales; its rows are in tiles already."""
-    if to is None:
-        return transpose(x8, inv, how)
-    return transpose(x8, inv, how, to.ends)

@@ -11,6 +11,7 @@ from precision.kernels.cast import cast_blocks, gather_transposed
 from precision.kernels.common import Cast
 from precision.kernels.route import Route, gather
 from precision.operators import operator
+from precision.permutation import rows_in_tiles
 
 
 @operator("grouped_nt")
@@ -61,7 +62,7 @@ def tiles(offsets: Tensor, rows: int) -> Route:
     """Return the positions in tiles of 128 of rows without gaps (expert e's end at offsets[e]). No host
     synchronisation."""
     E, device = offsets.shape[0], offsets.device
-    size = (rows + E * 127 + 127) // 128 * 128
+    size = rows_in_tiles(rows, E)
     ends = offsets.long()
     counts = ends - torch.nn.functional.pad(ends, (1, 0))[:-1]
     padded = (counts + 127) // 128 * 128

@@ -151,21 +151,7 @@ def wgrad(
     fast: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply a [M, R'] FP8 by b [N, R'] FP8; return [E, M, N] in `out`, FP32 or BF16 (rounded once). Inverse scales:
-    0-d (TENSOR, ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK)."""
-    return _wgrad(a, scale_a, b, scale_b, mode, to, out, fast)
-
-
-def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
-    """Multiply a [R', M], b [R', N] BF16 in the experts' order; return [E, M, N] in `out`, FP32 or BF16.
-
-    torch's grouped GEMM returns only BF16, and converting that to FP32 costs a quarter of the product.
-    """
-    return _wgrad(a, a, b, b, const.PLAIN.value, to, out, False)
-
-
-def _wgrad(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype, fast: bool
-) -> Tensor:
+    0-d (TENSOR, ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK). PLAIN: see `wgrad_bf16`."""
     plain = mode == const.PLAIN.value
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
     d, grid = torch.empty(E, M, N, device=a.device, dtype=out), _multiprocessors(a.device)
@@ -179,6 +165,14 @@ def _wgrad(
         to.ends, E, M, N, deep, grid, mode, fast, num_stages=4, num_warps=8,
     )  # fmt: skip
     return d
+
+
+def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
+    """Multiply a [R', M], b [R', N] BF16 in the experts' order; return [E, M, N] in `out`, FP32 or BF16.
+
+    torch's grouped GEMM returns only BF16, and converting that to FP32 costs a quarter of the product.
+    """
+    return wgrad(a, a, b, b, const.PLAIN.value, to, out)
 
 
 @cache

@@ -22,8 +22,6 @@ no difference.
 The kernels are written in Gluon, which has no interpreter: on a CPU `fp8_attention`'s kernels replace them.
 """
 
-from functools import cache
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from precision.kernels.hopper_gemm import layout
 
 HEADS = {(192, 128), (128, 128)}
 """Head sizes of queries and keys, and of values."""
@@ -214,11 +214,6 @@ def _forward_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-@cache
-def _layout(width: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=2)
-
-
 def forward(
     q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor, vt: Tensor, v_inv: Tensor, bounds: Tensor, out: Tensor,
     lse: Tensor, scale: float,
@@ -236,16 +231,15 @@ def by_rows(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     the other 64."""
     B, H, S, D = x.shape
     flat = x.transpose(1, 2).view(B * S, H * D)
-    first = TensorDescriptor.from_tensor(flat, [128, 128], _layout(128))
-    return first, TensorDescriptor.from_tensor(flat, [128, 64], _layout(64)) if D > 128 else first
+    first = TensorDescriptor.from_tensor(flat, [128, 128], layout(8))
+    return first, TensorDescriptor.from_tensor(flat, [128, 64], layout(8, 64)) if D > 128 else first
 
 
 def across(xt: Tensor, features: int, positions: int) -> TensorDescriptor:
     """Describe a transposed copy [B, H, W, S'] by tiles."""
-    return TensorDescriptor.from_tensor(xt.view(-1, xt.shape[-1]), [features, positions], _layout(positions))
+    return TensorDescriptor.from_tensor(xt.view(-1, xt.shape[-1]), [features, positions], layout(8, positions))
 
 
 def along(x: Tensor) -> TensorDescriptor:
     """Describe numbers of positions [B, H, S'] by rows of 128."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor.from_tensor(x.view(-1), [128], layout)
+    return TensorDescriptor.from_tensor(x.view(-1), [128], layout(32, 0, 1))

@@ -131,13 +131,13 @@ def nt(
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     left = right = None
     if mode == const.BLOCK.value:
-        left = TensorDescriptor.from_tensor(scale_a.t().reshape(-1), [128], _layout(32, 0, 1))
+        left = TensorDescriptor.from_tensor(scale_a.t().reshape(-1), [128], layout(32, 0, 1))
     depth = 1024 // bits
     flat, box = (b.view(E * N, K), [256, depth]) if b.is_contiguous() else (b.mT.view(E * K, N), [64, 256])
     _nt_wgrad_kernel[(programs,)](  # pyright: ignore[reportIndexIssue]  (a type that `gluon.jit` hides)
-        TensorDescriptor.from_tensor(a, [128, depth], _layout(bits)),
-        TensorDescriptor.from_tensor(flat, box, _layout(bits)),
-        TensorDescriptor.from_tensor(y, [64, 128], _layout(16)),
+        TensorDescriptor.from_tensor(a, [128, depth], layout(bits)),
+        TensorDescriptor.from_tensor(flat, box, layout(bits)),
+        TensorDescriptor.from_tensor(y, [64, 128], layout(16)),
         left, right, scale_a, scale_b, to.tile_expert, to.ends, R, E, 0, N, K, programs, 4, mode, False, 128, False,
         _promotes(mode, fast), num_warps=4,
     )  # fmt: skip
@@ -158,13 +158,13 @@ def wgrad(
     stages, piece = (3 if block else 4, 128 if block else 64) if bytes_ == 4 else (4, 64 if block else 128)
     left = right = None
     if block:
-        left = TensorDescriptor.from_tensor(scale_a.view(-1), [128], _layout(32, 0, 1))
-        right = TensorDescriptor.from_tensor(scale_b.view(-1), [256], _layout(32, 0, 1))
+        left = TensorDescriptor.from_tensor(scale_a.view(-1), [128], layout(32, 0, 1))
+        right = TensorDescriptor.from_tensor(scale_b.view(-1), [256], layout(32, 0, 1))
     bits = 8 * a.element_size()
     _nt_wgrad_kernel[(programs,)](  # pyright: ignore[reportIndexIssue]  (a type that `gluon.jit` hides)
-        TensorDescriptor.from_tensor(a, [64, 64] if plain else [128, 128], _layout(bits)),
-        TensorDescriptor.from_tensor(b, [64, 256] if plain else [256, 128], _layout(bits)),
-        TensorDescriptor.from_tensor(flat, [piece, 64] if trans else [64, piece], _layout(8 * bytes_)),
+        TensorDescriptor.from_tensor(a, [64, 64] if plain else [128, 128], layout(bits)),
+        TensorDescriptor.from_tensor(b, [64, 256] if plain else [256, 128], layout(bits)),
+        TensorDescriptor.from_tensor(flat, [piece, 64] if trans else [64, piece], layout(8 * bytes_)),
         left, right, scale_a, scale_b, to.starts, to.ends, R, E, M, N, 0, programs, stages, mode, True, piece, trans,
         _promotes(mode, fast), num_warps=4,
     )  # fmt: skip
@@ -182,5 +182,6 @@ def _promotes(mode: int, fast: bool) -> bool:
 
 
 @cache
-def _layout(bits: int, swizzle: int = 128, rank: int = 2) -> gl.NVMMASharedLayout:
+def layout(bits: int, swizzle: int = 128, rank: int = 2) -> gl.NVMMASharedLayout:
+    """Return the layout in shared memory of numbers of so many bits. swizzle: bytes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)

@@ -13,14 +13,13 @@ a tile in rows of 128 and columns of 256:
     i - 2 j > 1     all of it, all mirrored
 """
 
-from functools import cache
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from precision.kernels.hopper_gemm import layout
 from precision.kernels.hopper_tiles import accumulate
 
 _STAGES = 4
@@ -165,14 +164,9 @@ def product(
     (E, M, N), K = out.shape, a.shape[2]
     right = (b.view(-1, K), [256, 64]) if symmetric else (b.view(-1, N), [64, 256])
     _triangle_kernel[(programs,)](  # pyright: ignore[reportIndexIssue]  (a type that `gluon.jit` hides)
-        TensorDescriptor.from_tensor(a.view(-1, K), [128, 64], _layout()),
-        TensorDescriptor.from_tensor(*right, _layout()),
-        TensorDescriptor.from_tensor(out.view(-1, N), [64, 64], _layout()),
+        TensorDescriptor.from_tensor(a.view(-1, K), [128, 64], layout(16)),
+        TensorDescriptor.from_tensor(*right, layout(16)),
+        TensorDescriptor.from_tensor(out.view(-1, N), [64, 64], layout(16)),
         out if added is None else added, factors, alpha, beta, table, E * len(table), len(table), M, N, K,
         _STAGES, symmetric, added is not None, num_warps=4,
     )  # fmt: skip
-
-
-@cache
-def _layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels.common import readable
+
 _COLUMNS = 1024
 
 
@@ -36,7 +38,7 @@ def _kurtosis_kernel(x, live, sums, X, stride, LIVE: tl.constexpr, COLUMNS: tl.c
 def add_kurtosis(sums: Tensor, x: Tensor, live: Tensor | None = None) -> None:
     """Add to sums [2] FP64 the kurtosis of rows x [R, X], and their number. Rows of zeros do not count, nor those with
     live [R] int32 below 0. Rows may have any stride."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = readable(x)
     if len(x):
         _kurtosis_kernel[(len(x),)](
             x, x if live is None else live.contiguous(), sums, x.shape[1], x.stride(0), live is not None, _COLUMNS,

@@ -26,6 +26,7 @@ from precision.kernels.common import (
     power_of_2,
     row_warps,
     scale_of,
+    scale_shape,
     tensor_scale,
     to_fp8,
 )
@@ -128,8 +129,7 @@ def rms_norm(
     if how is not None:
         mode, constants = how.mode, how.constants
         y8 = torch.empty(R, C, device=x.device, dtype=how.fmt.dtype)
-        shape = {const.TENSOR.value: (), const.ROW.value: (R, 1), const.BLOCK.value: (cdiv(C, 128), R)}[mode]
-        inv = torch.empty(shape, **new)
+        inv = torch.empty(scale_shape(mode, R, C), **new)
         own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == const.TENSOR.value else own
     tiles, blocks = cdiv(R, BR), {"BR": BR, "BC": BC, "num_warps": row_warps(BC)}
     if mode == const.TENSOR.value:

@@ -14,23 +14,13 @@ from precision.kernels import const
 from precision.kernels import norm as _norm
 from precision.kernels import rotary as _rotary
 from precision.kernels import weights as _weights
-from precision.kernels.common import Cast, padded_rows
+from precision.kernels.common import Cast, padded_rows, readable, scale_shape
 from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Return x with features adjacent; rows may have a larger stride, as parts of wider ones do."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
-    blocks = -(-columns // 128)
-    return {const.TENSOR.value: (), const.ROW.value: (rows, 1), const.BLOCK.value: (blocks, rows)}[how.mode]
-
-
 def _scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
-    inv = torch.empty(_scale_shape(how, rows, columns), device=x.device, dtype=torch.float32)
+    inv = torch.empty(scale_shape(how.mode, rows, columns), device=x.device, dtype=torch.float32)
     return inv.t() if how.mode == const.BLOCK.value else inv
 
 
@@ -112,7 +102,7 @@ def rms_norm(
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.norm.rms_norm`; how empty: no FP8."""
-    x, made = _readable(x), Cast.parse(how) if how else None
+    x, made = readable(x), Cast.parse(how) if how else None
     y, data, inv, rstd = _norm.rms_norm(x, gain, eps, scale_row, amax, made, plain)
     if is_sampled() and made is not None and place is not None:
         part = every(x)
@@ -138,7 +128,7 @@ def _(
 @operator("rms_norm_backward")
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.norm.rms_norm_backward`."""
-    return _norm.rms_norm_backward(dy.contiguous(), _readable(x), gain, rstd)
+    return _norm.rms_norm_backward(dy.contiguous(), readable(x), gain, rstd)
 
 
 @torch.library.register_fake(rms_norm_backward)
@@ -182,7 +172,7 @@ def norm_and_rotate_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.rotary.rotate_heads_backward`."""
     normed = q.contiguous(), kv.contiguous(), k_rope.contiguous(), q_rstd, k_rstd
-    return _rotary.rotate_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous(), normed)
+    return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous(), normed)
 
 
 @torch.library.register_fake(norm_and_rotate_heads_backward)
@@ -193,7 +183,7 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, 
 @operator("rotate_heads_backward")
 def rotate_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.rotary.rotate_heads_backward`."""
-    return _rotary.rotate_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous())
+    return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous())
 
 
 @torch.library.register_fake(rotate_heads_backward)

@@ -179,16 +179,10 @@ def cast_weight(
     blocks = cdiv(N, 128), cdiv(K, 128)
     if out is None:
         new = {"device": device, "dtype": torch.float32}
-        shape = {const.TENSOR.value: (*stack,), const.ROW.value: (*stack, N, 1), const.BLOCK.value: (*stack, *blocks)}[
-            how.mode
-        ]
-        inv = torch.empty(shape, **new)
-        shape_t = {
-            const.TENSOR.value: None,
-            const.ROW.value: (*stack, 1, K),
-            const.BLOCK.value: (*stack, *blocks[::-1]),
-        }[how.mode]
-        inv_t = inv if shape_t is None else torch.empty(shape_t, **new)
+        shapes = {const.ROW.value: ((N, 1), (1, K)), const.BLOCK.value: (blocks, blocks[::-1])}
+        shape, shape_t = shapes.get(how.mode, ((), None))
+        inv = torch.empty((*stack, *shape), **new)
+        inv_t = inv if shape_t is None else torch.empty((*stack, *shape_t), **new)
         w8 = torch.empty(master.shape, device=device, dtype=how.fmt.dtype)
         shape = (*stack, K, N) if transposed else (0,)
         out = w8, inv, torch.empty(shape, device=device, dtype=how.fmt.dtype), inv_t
