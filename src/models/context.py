@@ -63,37 +63,28 @@ class ContextSplit:
 
     def to_heads(self, x_BsHd: Tensor) -> Tensor:
         """Exchange own positions of all heads [B, S/c, H, d] for all positions of own heads [B, S, H/c, d]."""
-        return _ToHeads.apply(x_BsHd, self.size, self.name)
+        return _Exchange.apply(x_BsHd, True, self.size, self.name)
 
     def to_positions(self, x_BShd: Tensor) -> Tensor:
         """Exchange all positions of own heads [B, S, H/c, d] for own positions of all heads [B, S/c, H, d]."""
-        return _ToPositions.apply(x_BShd, self.size, self.name)
+        return _Exchange.apply(x_BShd, False, self.size, self.name)
 
     def for_heads(self, x_BsR: Tensor, heads: int) -> Tensor:
         """Gather a tensor that all heads share: own positions [B, S/c, R] -> all positions [B, S, heads, R]."""
         return _ForHeads.apply(x_BsR, heads, self.size, self.name)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """To heads or to positions, and back."""
+
     @staticmethod
-    def forward(ctx, x_BsHd: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return _to_heads(x_BsHd, size, group)
+    def forward(ctx, x: Tensor, to_heads: bool, size: int, group: str) -> Tensor:
+        ctx.back, ctx.size, ctx.group = not to_heads, size, group
+        return _exchange(x, to_heads, size, group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _to_positions(grads[0], ctx.size, ctx.group), None, None
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_BShd: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return _to_positions(x_BShd, size, group)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return _to_heads(grads[0], ctx.size, ctx.group), None, None
+        return _exchange(grads[0], ctx.back, ctx.size, ctx.group), None, None, None
 
 
 class _ForHeads(torch.autograd.Function):
@@ -111,11 +102,9 @@ class _ForHeads(torch.autograd.Function):
         return summed_BsR.to(grads[0].dtype), None, None, None
 
 
-def _to_heads(x_BsHd: Tensor, size: int, group: str) -> Tensor:
-    pieces_cBshd = x_BsHd.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
-    return join_pieces(exchange(pieces_cBshd, size, group))
-
-
-def _to_positions(x_BShd: Tensor, size: int, group: str) -> Tensor:
-    pieces_cBshd = exchange(in_pieces(x_BShd, size), size, group)
+def _exchange(x: Tensor, to_heads: bool, size: int, group: str) -> Tensor:
+    if to_heads:  # [B, s, H, d]
+        pieces_cBshd = x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
+        return join_pieces(exchange(pieces_cBshd, size, group))
+    pieces_cBshd = exchange(in_pieces(x, size), size, group)
     return pieces_cBshd.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -96,13 +96,11 @@ class LocalDispatcher:
     def begin(
         self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts
     ) -> tuple[Operand | Tensor, Tensor, Tensor]:
-        """See `Dispatcher`."""
         return x, expert_TK, weight_TK
 
     def finish(
         self, pending: tuple[Operand | Tensor, Tensor, Tensor], add_TD: Tensor, experts: RoutedExperts
     ) -> Tensor:
-        """See `Dispatcher`."""
         return experts(*pending, add_TD)
 
 
@@ -184,6 +182,26 @@ def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return bits.view(torch.float32)
 
 
+def check_even(num_experts: int, processes: int) -> None:
+    """Raise a UserError if the experts cannot be spread evenly."""
+    if num_experts % processes:
+        raise UserError(
+            f"parallel.expert={processes}: {num_experts} experts cannot be spread evenly; set a divisor of "
+            f"model.num_experts={num_experts}"
+        )
+
+
+def keep_untraced(dispatcher: Dispatcher) -> None:
+    """Keep a dispatcher's calls out of compiled graphs. (Decorators would make every program import the compiler.)"""
+    for name in ("begin", "finish"):
+        setattr(dispatcher, name, torch.compiler.disable(getattr(dispatcher, name)))
+
+
+def moves_in_kernels(experts: RoutedExperts) -> bool:
+    """Return whether kernels gather and sum the rows of these experts."""
+    return experts.is_gated and has_row_kernels(experts.first, experts.down, experts.combine, experts.accumulate)
+
+
 class AllToAllDispatcher:
     """Dispatcher for experts spread over the processes of `group`; see the module docstring. experts: the global ones
     that are here. agree: the processes that share scales, if not the group.
@@ -196,16 +214,11 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, agree: dist.ProcessGroup | None = None):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if num_experts % size:
-            raise UserError(
-                f"parallel.expert={size}: {num_experts} experts cannot be spread evenly; set a divisor of "
-                f"model.num_experts={num_experts}"
-            )
+        check_even(num_experts, size)
         self.group, self.size, self.num_experts, self._agree = group, size, num_experts, agree or group
         each = num_experts // size
         self.experts = range(rank * each, (rank + 1) * each)
-        for name in ("begin", "finish"):  # not as decorators: those would make every program import the compiler
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+        keep_untraced(self)
 
     def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Pending:
         """See `Dispatcher`: computes the tokens' rows, counts them, and sends the counts to the other processes."""
@@ -214,8 +227,7 @@ class AllToAllDispatcher:
 
     def rows(self, expert_TK: Tensor, experts: RoutedExperts) -> RowMap:
         """Return the rows that the tokens send."""
-        kernels = experts.is_gated and has_row_kernels(experts.first, experts.down, experts.combine, experts.accumulate)
-        return RowMap.packed(expert_TK, self.size, len(self.experts), kernels, self.second_hop)
+        return RowMap.packed(expert_TK, self.size, len(self.experts), moves_in_kernels(experts), self.second_hop)
 
     def count(self, sent: Tensor, experts: RoutedExperts) -> Counts:
         """Exchange the numbers of rows and choices [P, 2], and start their way to the host."""
@@ -226,7 +238,6 @@ class AllToAllDispatcher:
         return Counts(sent, received, _OnHost(summary))
 
     def finish(self, pending: Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        """See `Dispatcher`."""
         return self.apply(pending, add_TD, experts)
 
     def apply(

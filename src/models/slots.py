@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.dispatch import AllToAllDispatcher, RoutedExperts, largest, scale_of
+from models.dispatch import AllToAllDispatcher, RoutedExperts, keep_untraced, largest, moves_in_kernels, scale_of
 from models.transport import Transport
 from precision import Operand
-from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
+from precision.wire import GradFormat, RowMap, return_to_tokens, send
 
 NEARLY_FULL, SPARE, OBSERVED = 0.9, 1.25, 2
 UNIT = 16  # slots: blocks of rows of whole words then begin at multiples of 16 bytes
@@ -177,8 +177,7 @@ class SlotDispatcher:
     def __init__(self, slots: Slots, num_experts: int):
         self.slots, self._whole = slots, AllToAllDispatcher(slots.transport.group, num_experts)
         self.experts = self._whole.experts
-        for name in ("begin", "finish"):
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+        keep_untraced(self)
 
     def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
         """See `dispatch.Dispatcher`: sends the tokens."""
@@ -195,7 +194,6 @@ class SlotDispatcher:
             return self._send(x, expert_TK, weight_TK, experts, x_known, dy_known)
 
     def finish(self, pending: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        """See `dispatch.Dispatcher`."""
         if not isinstance(pending, _Pending):
             return self._whole.finish(pending, add_TD, experts)
         self.slots.join()
@@ -222,8 +220,7 @@ class SlotDispatcher:
     ) -> _Pending:
         (T, K), P, each = expert_TK.shape, self._whole.size, len(self.experts)
         slots, room = self.slots.sizes(T, K, each)
-        kernels = experts.is_gated and has_row_kernels(experts.first, experts.down, experts.combine, experts.accumulate)
-        row_map, wanted = RowMap.in_slots(expert_TK, P, each, kernels, slots)
+        row_map, wanted = RowMap.in_slots(expert_TK, P, each, moves_in_kernels(experts), slots)
         sent = wanted.clamp(max=slots)
         choices = torch.zeros_like(sent).scatter_add_(
             0, row_map.owner.flatten(), torch.ones_like(row_map.owner).flatten()

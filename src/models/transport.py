@@ -68,7 +68,6 @@ class SymmetricMemory:
         self._handle = self._inboxes = None
 
     def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
-        """See `Transport`."""
         from precision.kernels.peers import push, take
 
         offsets, need = [], 0

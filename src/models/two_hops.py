@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.dispatch import AllToAllDispatcher, Counts, Pending, RoutedExperts
+from models.dispatch import AllToAllDispatcher, Counts, Pending, RoutedExperts, check_even, keep_untraced
 from precision import GradRows, GroupedLinear, Operand
-from precision.errors import UserError
 from precision.wire import RowMap
 
 
@@ -50,17 +49,12 @@ class TwoHopDispatcher:
 
     def __init__(self, hops: Hops, num_experts: int):
         nodes, processes = dist.get_world_size(hops.nodes), dist.get_world_size(hops.all)
-        if num_experts % processes:
-            raise UserError(
-                f"parallel.expert={processes}: {num_experts} experts cannot be spread evenly; set a divisor of "
-                f"model.num_experts={num_experts}"
-            )
+        check_even(num_experts, processes)
         self._to_nodes = AllToAllDispatcher(hops.nodes, num_experts, hops.all)
         self._in_node = _SecondHop(hops.node, num_experts // nodes)
         first = self._to_nodes.experts.start
         self.experts = range(first + self._in_node.experts.start, first + self._in_node.experts.stop)
-        for name in ("begin", "finish"):
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+        keep_untraced(self)
 
     def begin(
         self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts
@@ -79,7 +73,6 @@ class TwoHopDispatcher:
         return pending, self._in_node.count(on, experts)
 
     def finish(self, pending: tuple[Pending, Counts], add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        """See `dispatch.Dispatcher`."""
         first, counts = pending
         return self._to_nodes.finish(first, add_TD, _NodeExperts(experts, self._in_node, counts))
 
@@ -110,7 +103,6 @@ class _NodeExperts:
         grad: GradRows | None = None,
         choices: int = -1,
     ) -> Tensor:
-        """See `RoutedExperts`."""
         assert add_TD is None
         rows = self._hop.rows(expert_TK, self._experts)
         return self._hop.apply(Pending(x, rows, expert_TK, weight_TK, self._counts), None, self._experts, grad)
