@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 
+import frame
 import measure
 import torch
 import torch.distributed as dist
@@ -44,28 +45,19 @@ def run() -> None:
     parser.add_argument("--json", type=measure.Path, metavar="FILE", help="also write everything measured to FILE")
     options = parser.parse_args()
     wanted = [in_bytes(text) for text in options.sizes]
-    if options.repeat < 1:
-        raise UserError(f"--repeat {options.repeat}: set 1 or more")
+    frame.check_positive(options, "repeat")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise UserError(
             "one process sends nothing: start several, torchrun --nproc_per_node=8 scripts/bench/allreduce.py"
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
     warnings.filterwarnings("ignore", message=".*reduce_scatter_tensor.* is deprecated")  # torch 2.11 has no other name
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
+    with frame.process_group() as device:
         results = [one for name in options.what for one in bandwidths(name, wanted, device, options.repeat)]
         if dist.get_rank() == 0:
             facts = measure.header()
             measure.say(f"\n{dist.get_world_size()} ranks, {dist.get_backend()}\n{topology()}")
             measure.say(measure.table([row(one) for one in results]))
             measure.write_json(options.json, facts, results)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def in_bytes(text: str) -> int:

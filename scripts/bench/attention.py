@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import layers
@@ -33,11 +34,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena
 from precision.attention import attention_core
-from precision.config import Precision
 from precision.errors import RunError, UserError
-from precision.hardware import detect
 from trainer.launch.command_line import Parser, guarded
 
 KERNELS = {
@@ -81,7 +79,7 @@ def run() -> None:
         ]
         timings = measure.measure(made, options)
         measure.say(report(shape, timings, options.document))
-        results += [{"shape": shape, **measure.record(timing)} for timing in timings.values()]
+        results += [{"shape": shape, **asdict(timing)} for timing in timings.values()]
     measure.write_json(options.json, facts, results)
 
 
@@ -106,7 +104,8 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
     if name == "core":
         return _both_ways(name, lambda: attention_core(q, k, v, scale), inputs, dy)
     if name == "fp8":
-        core_fp8 = _core_in_fp8(H, d_qk, d_v)
+        core_fp8, arena = layers.core_in_fp8(H, d_qk, d_v, "cuda")
+        arena.scale.fill_(32.0)  # known scales
         return _both_ways(name, lambda: core_fp8(q, k, v, scale), inputs, dy)
     if name in KERNELS:
         with _with_reasons():
@@ -123,20 +122,6 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
             return core(*by_position).view(B, S, H, d_v).transpose(1, 2)
 
     return _both_ways(name, forward, inputs, dy, graph=False)
-
-
-def _core_in_fp8(heads: int, d_qk: int, d_v: int) -> AttentionCore:
-    """Return a core with kernels and known scales."""
-    config = PrecisionConfig()
-    for op in ("accumulate", "reduce"):
-        setattr(config.table.grad, op, Precision.fp32)
-    config.table.optim.master = config.table.optim.moments = Precision.fp32
-    config.table.attn.core = Precision.fp8
-    plan = Plan(config, 1, detect("cuda"))
-    core = AttentionCore(plan.core("layers.0.attn.core", heads, d_qk, d_v, d_qk**0.5))
-    arena = ScalingArena(core.slots(), config.scaling, plan.delayed, "cuda")
-    arena.scale.fill_(32.0)
-    return core
 
 
 def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

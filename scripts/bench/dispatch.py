@@ -39,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import frame
 import measure
 import torch
 import torch.distributed as dist
@@ -304,10 +305,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, check, measure, print on rank 0."""
-    options, device = arguments(), torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    options, device = arguments(), frame.own_device()
     with phase("start", FIRST):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None

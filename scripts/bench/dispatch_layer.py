@@ -7,21 +7,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import measure
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from layers import plan_of
 from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
-from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
-from precision.hardware import detect
+from precision import ScalingArena, begin_step, bind
 
-PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
 LIMIT, FIRST = 50.0, 400.0  # limits in seconds of a phase, and of one that compiles
 
 
@@ -40,13 +37,10 @@ class Layer:
     """A norm and its experts on this process's tokens."""
 
     def __init__(self, o: argparse.Namespace, recipe: str, tokens: int, group: dist.ProcessGroup, device: torch.device):
-        base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{recipe}.yaml")
-        if device.type == "cuda":  # the others' plain ops have shapes of what is there, which the host waits for
-            base = *base, OmegaConf.from_dotlist(["backend=cuda"])
         sizes = {"hidden_size": o.hidden, "moe_intermediate_size": o.width, "intermediate_size": o.hidden}
         sizes |= {"num_experts": o.experts, "num_experts_per_token": o.chosen, "num_layers": 2, "vocab_size": 512}
         sizes |= {"num_dense_layers": 1, "num_mtp_layers": 0}
-        plan = Plan(OmegaConf.to_object(OmegaConf.merge(*base)), 2, detect(device), tokens)  # type: ignore[arg-type]
+        plan = plan_of(recipe, device, tokens, num_layers=2)
         with torch.device("meta"):
             model = DeepSeek(ModelConfig(**sizes), plan)
         model.to_empty(device=device)

@@ -33,6 +33,7 @@ its result.
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,6 @@ def run() -> None:
     parser.add_argument(
         "--gradients", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of weights, ours (default: fp32)"
     )
-    parser.add_argument("--table", action="store_true", help="print entries for src/precision/rates")
     layers.add_arguments(parser, ("a2", "limit"))
     measure.add_arguments(parser)
     options = parser.parse_args()
@@ -99,9 +99,7 @@ def run() -> None:
     for name in ("hidden", "width"):
         if getattr(options, name) < 16 or getattr(options, name) % 16:
             raise UserError(f"--{name} {getattr(options, name)}: FP8 wants multiples of 16")
-    backend = layers.backend_of(options.backend)
-    if options.table and backend != "cuda":
-        raise UserError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
+    layers.check_table(options)
     if options.table and "fp32" not in options.gradients:
         raise UserError("--table: the table of rates is of training, whose gradients are FP32; add --gradients fp32")
     facts = measure.header()
@@ -117,7 +115,7 @@ def run() -> None:
     measure.say(report(problem, timings, kept))
     if options.table:
         measure.say("\n".join(entries(problem, timings)))
-    results = [{**measure.record(timing), **kept.get(timing.name, {})} for timing in timings.values()]
+    results = [{**asdict(timing), **kept.get(timing.name, {})} for timing in timings.values()]
     measure.write_json(options.json, facts, results)
 
 
@@ -374,15 +372,10 @@ def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[st
 def entries(problem: Problem, timings: dict[str, Timing]) -> list[str]:
     """Return lines for the table of measured rates. The layer's two GEMMs are measured as one, so each gets its share
     of the time by its share of the FLOPs: two thirds and one."""
-
-    def ms(name: str) -> float | None:
-        timing = timings.get(name)
-        return None if timing is None else 1e3 * (timing.sustained or timing.short)
-
     parts = ((2 * problem.F, problem.D, problem.E), 2 / 3), ((problem.D, problem.F, problem.E), 1 / 3)
     return [
         record("grouped", *key, shape, problem.T * problem.K, {run: part * value for run, value in times.items()})
-        for key, times in layers.rated(ms).items()
+        for key, times in layers.rated(timings).items()
         for shape, part in parts
     ]
 

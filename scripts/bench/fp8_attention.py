@@ -13,11 +13,11 @@ row sums of dS over those of |dS|, which are 0 for exact numbers (before dS is c
 import sys
 
 import torch
+from layers import core_in_fp8
 from torch import Tensor
 
-from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, attention_core, fp8_attention
+from precision import attention_core, fp8_attention
 from precision.attention import visible
-from precision.config import Precision
 from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
@@ -35,14 +35,7 @@ def run() -> None:
     arguments = parser.parse_args()
     if min(vars(arguments).values()) < 1:
         raise UserError("--length, --heads and --seeds: give 1 or more")
-    config = PrecisionConfig()
-    for op in ("accumulate", "reduce"):
-        setattr(config.table.grad, op, Precision.fp32)
-    config.table.optim.master = config.table.optim.moments = Precision.fp32
-    config.table.attn.core = Precision.fp8
-    plan = Plan(config, 1)
-    core = AttentionCore(plan.core("layers.0.attn.core", arguments.heads, D, V, D**0.5))
-    ScalingArena(core.slots(), config.scaling, plan.delayed, "cpu")
+    core, _ = core_in_fp8(arguments.heads, D, V, "cpu")
     print("data    precision  largest P  O      dQ     dK     dV     sum dS / sum |dS|")
     for kind in KINDS:
         for seed in range(arguments.seeds):

@@ -22,18 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import frame
 import measure
 import torch
 
 from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
-from trainer.launch.composition import compose
 
 if TYPE_CHECKING:
     from trainer.health.health import Health
     from trainer.step.train_step import StepResult
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
 Result = TypeVar("Result")
 
@@ -59,7 +58,6 @@ def run() -> None:
 
 def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     """Time everything in turn, print the table, and return the measurements."""
-    from trainer.config import load
     from trainer.config.timeline import Timeline
     from trainer.forecast.preflight import check
     from trainer.health.health import Health
@@ -68,9 +66,7 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     from trainer.step.engine import build_engine
     from trainer.step.train_step import train_step
 
-    sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
-    (job,) = compose(CONFIGS)
-    config = load(job.tree)
+    config = frame.composed([f"+recipe={recipe}", "cuda_graph=false", *overrides])
     plan = check(config)
     t, watch = config.trainer, config.health
     engine = build_engine(config, pick_device(t.device))

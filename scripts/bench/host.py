@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import frame
 import measure
 import torch
+from layers import OURS as RECIPES
 from layers import config_of
 from torch import Tensor
 
 from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
-RECIPES = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
 T, D, F, E, K = 256, 256, 128, 4, 2  # tokens, features, an expert's width, experts, chosen
 WARM_UP = 20
 
@@ -37,8 +38,7 @@ def run() -> None:
     unknown = [name for name in options.recipes if name not in RECIPES]
     if unknown:
         raise UserError(f"{unknown[0]}: no recipe to measure; name some of {', '.join(RECIPES)}")
-    if options.repeat < 1:
-        raise UserError(f"--repeat {options.repeat}: set 1 or more")
+    frame.check_positive(options, "repeat")
     measure.header()
     launches = fake_hopper()
     rows: dict[str, dict[str, str]] = {}

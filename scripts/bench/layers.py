@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from measure import ROOT, say
+from frame import CONFIGS, composed
+from measure import Timing, say
 from omegaconf import OmegaConf
 from torch import nn
 
-from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gemm_layers
+from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, begin_step, bind, gemm_layers
 from precision.backends.availability import te_missing, te_refusal
-from precision.config import Accumulation, BackendChoice, Granularity
+from precision.config import Accumulation, BackendChoice, Granularity, Precision
+from precision.errors import UserError
 from precision.hardware import detect
-from trainer.launch.composition import compose
 
-CONFIGS = ROOT / "configs"
 OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
 FAST = " fast"
 TE = {"bf16": "te_bf16", "fp8_delayed": "te_delayed", "fp8_jit": "te_current", "fp8_block": "te_block"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> None:
-    """Add the options for variants and backend."""
+    """Add the options for variants, backend and the table of rates."""
     known = (*others, *OURS, *TE.values())
     parser.add_argument(
         "--variants", nargs="+", choices=known, default=list(known), metavar="NAME", help=f"some of {', '.join(known)}"
@@ -34,6 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> N
     add_accumulation(parser)
     choices = [choice.value for choice in BackendChoice if choice is not BackendChoice.auto]
     parser.add_argument("--backend", choices=choices, help="ours (default: cuda on a GPU, else reference)")
+    parser.add_argument("--table", action="store_true", help="print entries for src/precision/rates")
+
+
+def check_table(options: argparse.Namespace) -> None:
+    """Raise UserError if the table of rates is wanted where its backend does not serve."""
+    backend = backend_of(options.backend)
+    if options.table and backend != "cuda":
+        raise UserError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
 
 
 def add_accumulation(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +71,14 @@ def config_of(recipe: str) -> PrecisionConfig:
     return config
 
 
-def rated(times: Callable[[str], float | None]) -> dict[tuple[str, str], dict[str, float]]:
-    """Return entries of the table of rates: by scaling and accumulation, the measurements of BF16, ours and, with the
-    default accumulation, Transformer Engine's.
+def rated(timings: Mapping[str, Timing]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return entries of the table of rates: by scaling and accumulation, milliseconds of BF16, ours and, with the
+    default accumulation, Transformer Engine's. They are sustained times if measured, else short ones."""
 
-    times: milliseconds of a variant, None if it did not run.
-    """
+    def times(name: str) -> float | None:
+        timing = timings.get(name)
+        return None if timing is None else 1e3 * (timing.sustained or timing.short)
+
     out = {}
     for recipe in OURS[1:]:
         scaling = config_of(recipe).scaling
@@ -84,13 +93,29 @@ def rated(times: Callable[[str], float | None]) -> dict[tuple[str, str], dict[st
 
 
 def plan_of(
-    recipe: str, device: torch.device, tokens: int, backend: str | None = None, accumulation: str = "fp32"
+    recipe: str,
+    device: torch.device,
+    tokens: int,
+    backend: str | None = None,
+    accumulation: str = "fp32",
+    num_layers: int = 1,
 ) -> Plan:
-    """Return an empty plan of a recipe for one block."""
+    """Return an empty plan of a recipe."""
     config = config_of(recipe)
     config.accumulation = Accumulation(accumulation)
     config.backend = BackendChoice(backend_of(backend))
-    return Plan(config, 1, detect(device), tokens)
+    return Plan(config, num_layers, detect(device), tokens)
+
+
+def core_in_fp8(heads: int, d_qk: int, d_v: int, device: str) -> tuple[AttentionCore, ScalingArena]:
+    """Return an attention core of normed queries and keys with all its products in FP8, and its arena."""
+    config = PrecisionConfig()
+    table = config.table
+    table.grad.accumulate = table.grad.reduce = table.optim.master = table.optim.moments = Precision.fp32
+    table.attn.core = Precision.fp8
+    plan = Plan(config, 1, detect(device))
+    core = AttentionCore(plan.core("layers.0.attn.core", heads, d_qk, d_v, d_qk**0.5))
+    return core, ScalingArena(core.slots(), config.scaling, plan.delayed, device)
 
 
 def ready(module: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, ScalingArena]:
@@ -111,14 +136,11 @@ def settle(module: nn.Module, arena: ScalingArena) -> None:
     begin_step(module, arena)
 
 
-def plan_of_model(model: str, recipe: str) -> Plan:
-    """Return the plan of a model of configs/model."""
-    from trainer.config import load
+def plan_of_model(model: str) -> Plan:
+    """Return the plan of a model of configs/model, with FP8."""
     from trainer.forecast.preflight import check
 
-    sys.argv[1:] = [f"+recipe={recipe}", f"model={model}"]
-    (job,) = compose(CONFIGS)
-    return check(load(job.tree))
+    return check(composed(["+recipe=fp8_delayed", f"model={model}"]))
 
 
 class TransformerEngine:

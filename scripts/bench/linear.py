@@ -20,6 +20,7 @@ multiplications and additions; casts count only as time. "x bf16", "x te" and "o
 
 import argparse
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from layers import (
     TE,
     TransformerEngine,
     add_arguments,
-    backend_of,
+    check_table,
     plan_of,
     plan_of_model,
     rated,
@@ -57,16 +58,13 @@ def run() -> None:
     parser.add_argument("--shape", action="append", metavar="MxNxK", help="may be given more than once")
     parser.add_argument("--model", help="a model of configs/model: all its FP8 linear shapes")
     parser.add_argument("--tokens", type=int, default=32768, help="rows with --model (default: 32768)")
-    parser.add_argument("--table", action="store_true", help="print entries for src/precision/rates")
     add_arguments(parser, ("torch", "limit"))
     measure.add_arguments(parser)
     options = parser.parse_args()
     shapes = {parse_shape(text): "" for text in options.shape or ()}
     if options.model:
         shapes |= shapes_of(options.model, options.tokens)
-    backend = backend_of(options.backend)
-    if options.table and backend != "cuda":
-        raise UserError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
+    check_table(options)
     facts = measure.header()
     te = transformer_engine(options.variants)
     results: list[dict[str, Any]] = []
@@ -77,7 +75,7 @@ def run() -> None:
         measure.say(report(shape, timings))
         if options.table:
             measure.say("\n".join(entries(shape, timings)))
-        results += [{"shape": shape, **measure.record(timing)} for timing in timings.values()]
+        results += [{"shape": shape, **asdict(timing)} for timing in timings.values()]
     measure.write_json(options.json, facts, results)
 
 
@@ -97,7 +95,7 @@ def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
     if tokens < 16:
         raise UserError(f"--tokens {tokens}: rows of each linear; give at least 16")
     shapes: dict[Shape, str] = {}
-    for row in plan_of_model(model, "fp8_delayed").gemms.values():
+    for row in plan_of_model(model).gemms.values():
         if row.recipe.is_fp8 and row.groups == 1:
             key = (tokens, row.out_features, row.in_features)
             part = row.name.split(".", 2)[-1]
@@ -187,14 +185,9 @@ def report(shape: Shape, timings: dict[str, Timing]) -> str:
 
 
 def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
-    """Return lines for the table of measured rates: sustained times if measured, else short ones."""
-
-    def ms(name: str) -> float | None:
-        timing = timings.get(name)
-        return None if timing is None else 1e3 * (timing.sustained or timing.short)
-
+    """Return lines for the table of measured rates."""
     M, N, K = shape
-    return [record("linear", *key, (N, K, 1), M, times) for key, times in rated(ms).items()]
+    return [record("linear", *key, (N, K, 1), M, times) for key, times in rated(timings).items()]
 
 
 if __name__ == "__main__":

@@ -344,12 +344,6 @@ def share(limit: Timing | None, timing: Timing) -> str:
     return " / ".join(show(part, ".0%") for part in shares)
 
 
-def record(timing: Timing) -> dict[str, Any]:
-    """Return medians and every round, seconds, watts, for JSON."""
-    keys = ("name", "launch", "short", "sustained", "watts", "megahertz", "rounds")
-    return {key: getattr(timing, key) for key in keys}
-
-
 def write_json(path: Path | None, facts: dict[str, str], results: list[dict[str, Any]]) -> None:
     """Write all measurements, if a file was requested."""
     if path is not None:

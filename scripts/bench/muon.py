@@ -16,18 +16,17 @@ TF/s count the FLOPs of whole products, 4 m^2 n + 2 m^3 a step, even if only a t
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
+import frame
 import measure
 import torch
 from measure import say
 from torch import Tensor
 
 from precision.errors import UserError
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.forecast.preflight import check
 from trainer.launch.command_line import Parser, guarded
-from trainer.launch.composition import compose
 from trainer.optim import muon as optimizer
 from trainer.optim.build_optimizer import muon_layouts
 from trainer.optim.muon import batches, canonical
@@ -35,7 +34,6 @@ from trainer.optim.orthogonalise import EPS, flops, orthogonalise, plain, polyno
 from trainer.optim.owners import assign
 from trainer.parallel.mesh import Degrees
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIVE_BLOCKS = ["model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768"]
 EXPERTS = (23, 1408, 2048)  # as many of Moonlight's as fit in a batch
 V3 = (4, 2048, 7168), (1, 1536, 7168), (1, 7168, 16384)
@@ -51,9 +49,7 @@ def run() -> None:
     options = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         raise UserError("scripts/bench/muon.py measures GPU kernels and there is no GPU")
-    sys.argv[1:] = [*(options.words or FIVE_BLOCKS), "optim=muon_wsd"]
-    (job,) = compose(CONFIGS)
-    config = load(job.tree)
+    config = frame.composed([*(options.words or FIVE_BLOCKS), "optim=muon_wsd"])
     measure.header()
     torch.manual_seed(0)
     assert config.optim.muon is not None

@@ -18,9 +18,7 @@ steps on random tokens. In the table, of the slowest rank:
 import argparse
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import frame
 import measure
 import torch
 
@@ -36,7 +35,6 @@ from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 from trainer.launch.liveness.rank_group import RankGroup
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 AXES = "replicate", "shard", "context", "tensor", "pipeline", "expert"
 WARM_UP = 3
 GIB = 2**30
@@ -58,9 +56,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --steps steps (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     options, words = parser.parse_known_args()
-    for name in ("steps", "rounds"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)}: set 1 or more")
+    frame.check_positive(options, "steps", "rounds")
     counts = options.gpus.split(",")
     if not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise UserError(f"--gpus {options.gpus}: want counts with commas between, as 1,2,4,8")
@@ -76,25 +72,18 @@ def run() -> None:
         raise UserError(f"--gpus {max(options.gpus)}: this node has {there}; name counts up to that")
     facts, results = measure.header(), []
     for count in options.gpus:
-        results += measure.attempt(f"{count} GPUs", lambda count=count: [one(count, options)])
+        results += measure.attempt(f"{count} GPUs", lambda count=count: [one(count)])
     if not results:
         raise RunError("no count of GPUs ran to the end; the lines above say why")
     measure.say(measure.table([row(result, results[0]) for result in results]))
     measure.write_json(options.json, facts, results)
 
 
-def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
+def one(count: int) -> dict[str, Any]:
     """Return the measurements of `count` processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        environment = os.environ | {"SCALING_RESULT": str(result)}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        command = [*launcher, str(Path(__file__).resolve()), *sys.argv[1:]]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode or not result.exists():
-            said = re.findall(r"^(?:octet: |\w+(?:Error|Exception): ).*", done.stderr, re.MULTILINE)
-            raise RunError(said[0] if said else done.stderr[-500:])
-        return json.loads(result.read_text())
+        return frame.torchrun(count, Path(__file__).resolve(), sys.argv[1:], result, {"SCALING_RESULT": str(result)})
 
 
 def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
@@ -127,7 +116,7 @@ def rank(rank_group: RankGroup) -> None:
     launch = rank_group.join(os.environ)
     options, words = arguments()
     sys.argv[1:] = words
-    (job,) = compose(CONFIGS, launch)
+    (job,) = compose(frame.CONFIGS, launch)
     if launch.size == 1:
         for axis in AXES:
             job.tree.parallel[axis] = 1

@@ -29,9 +29,11 @@ import resource
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import frame
 import layers
 import limits
 import measure
@@ -41,10 +43,8 @@ from measure import Timing, both, show
 
 from precision.errors import RunError, UserError
 from trainer.launch.command_line import Parser, guarded
-from trainer.launch.composition import compose
 from trainer.step.microbatch import GraphedMicrobatch
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
 MIB = 2**20
 END = 0  # the token that documents begin with, if attention stays within them
@@ -138,15 +138,12 @@ class Contestant:
     """A recipe's engine and its measurements in bytes, seconds, watts."""
 
     def __init__(self, recipe: str, overrides: list[str], accumulation: str):
-        from trainer.config import load
         from trainer.forecast.preflight import check
 
         fast = ["precision.accumulation=fast"] if accumulation == "fast" and "fp8" in recipe else []
         self.recipe = recipe + layers.FAST if fast else recipe
         name, *own = recipe.split("+")
-        sys.argv[1:] = [f"+recipe={name}", "cuda_graph=false", *fast, *overrides, *own]
-        (job,) = compose(CONFIGS)
-        self.config = load(job.tree)
+        self.config = frame.composed([f"+recipe={name}", "cuda_graph=false", *fast, *overrides, *own])
         self.plan = check(self.config)
         self.limit: float | None = None
         self.engine: Any = None
@@ -260,7 +257,7 @@ class Contestant:
     def record(self) -> dict[str, Any]:
         """Return the results for JSON."""
         return {
-            **measure.record(self.timing),
+            **asdict(self.timing),
             "rounds": {"short": self.seconds, **self.sustained},
             **{key: getattr(self, key) for key in ("tokens", "tokens_per_joule", "limit", "state", "peak")},
             "fp8_share": self.plan.fp8_share,

@@ -32,6 +32,7 @@ import sys
 import time
 from typing import Any
 
+import frame
 import measure
 import torch
 import torch.distributed as dist
@@ -48,21 +49,13 @@ ALLOWED = 1e-5
 def run() -> None:
     """Read the command line, measure, print on rank 0."""
     options = arguments()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
+    with frame.process_group() as device:
         results = measured(options, device)
         if dist.get_rank() == 0:
             facts = measure.header()
             measure.say(f"\n{dist.get_backend()}, {options.block}, {options.tokens} tokens, {options.dtype}")
             measure.say(measure.table([row(one, results[0]) for one in results]))
             measure.write_json(options.json, facts, results)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def arguments() -> argparse.Namespace:
@@ -79,9 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=10, help="timed calls (10)")
     parser.add_argument("--json", type=measure.Path, metavar="FILE", help="also write everything measured to FILE")
     options = parser.parse_args()
-    for name in ("tokens", "repeat", *WIDTHS):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} {getattr(options, name)}: set 1 or more")
+    frame.check_positive(options, "tokens", "repeat", *WIDTHS)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2:
         start = "torchrun --nproc_per_node=2 scripts/bench/tensor_attention.py"

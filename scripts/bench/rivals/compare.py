@@ -20,11 +20,7 @@ enabled options.
 """
 
 import argparse
-import json
-import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,17 +35,15 @@ from precision.errors import RunError, UserError
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # shared by all benches
 
+import frame  # noqa: E402
 import measure  # noqa: E402
 import torch  # noqa: E402
 from work import WORK, Work  # noqa: E402
 
 from trainer.launch.command_line import Parser, guarded  # noqa: E402
-from trainer.launch.composition import compose  # noqa: E402
 
-CONFIGS = HERE.parents[2] / "configs"
 OURS, THEIRS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block"), ("bf16", "delayed", "blockwise", "tensorwise")
 SHAPE = ["model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768", "model.force_balanced_routing=true"]
-ERRORS = r"^(?:octet: |(?:\[rank\d\]: *)?[\w.]*(?:Error|Exception): ).*"
 GIB = 2**30
 
 
@@ -68,9 +62,7 @@ def run() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="passes over all contestants (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     options = parser.parse_intermixed_args()
-    for name in ("gpus", "sequences", "length", "warm_up", "steps", "rounds", "repeat"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: set 1 or more")
+    frame.check_positive(options, "gpus", "sequences", "length", "warm_up", "steps", "rounds", "repeat")
     if torch.cuda.is_available() and options.gpus > torch.cuda.device_count():
         raise UserError(f"--gpus {options.gpus}: this node has {torch.cuda.device_count()}; name as many or fewer")
     contestants = [("octet", name) for name in _names("--ours", options.ours, OURS)]
@@ -103,15 +95,8 @@ def one(who: str, precision: str, options: argparse.Namespace) -> dict[str, Any]
         work, result = work_of(overrides, precision, options, Path(room) / "result.json")
         work.write(Path(room) / "work.json")
         script, words = ("octet.py", overrides) if who == "octet" else ("megatron_core.py", [])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"]
-        environment = os.environ | {WORK: str(Path(room) / "work.json")}
         began = time.perf_counter()
-        done = subprocess.run([*launcher, str(HERE / script), *words], env=environment, capture_output=True, text=True)
-        if done.returncode or not result.exists():
-            said = re.findall(ERRORS, done.stderr, re.MULTILINE)
-            said = [line for line in said if "ChildFailedError" not in line]  # the launcher's, about the others
-            raise RunError(said[-1] if said else done.stderr[-500:])
-        found = json.loads(result.read_text())
+        found = frame.torchrun(options.gpus, HERE / script, words, result, {WORK: str(Path(room) / "work.json")})
     tokens = work.sequences * work.length
     return {
         **found,
@@ -136,11 +121,8 @@ def our_overrides(recipe: str, options: argparse.Namespace) -> list[str]:
 def work_of(overrides: list[str], precision: str, options: argparse.Namespace, result: Path) -> tuple[Work, Path]:
     """Return the work of a contestant, with the shape of our config, and the path of its result."""
     from models.flops import flops_per_token
-    from trainer.config import load
 
-    sys.argv[1:] = overrides
-    (job,) = compose(CONFIGS)
-    model = load(job.tree).model
+    model = frame.composed(overrides).model
     shape = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(model).items()}
     flops = flops_per_token(model, options.length)
     counts = options.warm_up, options.steps, options.rounds
