@@ -39,7 +39,6 @@ class AmaxProbe(nn.Module):
         return [self.slot, self.grad_slot]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
         if self.slot.amax is None or self.grad_slot.amax is None:
             return x
         return _AmaxProbe.apply(x, self.slot.amax, self.grad_slot.amax)

@@ -97,7 +97,6 @@ class CudaBackend:
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
-        """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
         how = cast_of(recipe.with_given_scale, fmt)
         data, inv, _, _ = cast_weight(part, scale, amax_row, how, None, transposed=False)
         return data, inv
@@ -119,11 +118,9 @@ class CudaBackend:
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        """Return y [R, N] in recipe.output's dtype."""
         return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe)
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
-        """Return dx [R, K] in recipe.output's dtype."""
         if dy.scale_inv is None:
             return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe)
         w_t = ops.transpose_weight(weight.data) if weight.data_t is None else weight.data_t.mT

@@ -52,7 +52,6 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return FP8 data of x's shape and its inverse scales; record the amax."""
         data, inv = self._quantize(x, scale_row, amax_row, fmt, recipe)
         report(place, amax_row, x, data, inv, fmt)
         return data, inv
@@ -91,7 +90,6 @@ class ReferenceBackend:
         out: WeightOperand | None,
         transposed: bool = True,
     ) -> WeightOperand:
-        """Return BF16(master) [N, K] in FP8, or a stack [G, N, K] with scales per expert."""
         fresh = self._quantize_weight(master.to(torch.bfloat16), scale_row, amax_row, fmt, recipe)
         if out is None:
             return fresh
@@ -103,7 +101,6 @@ class ReferenceBackend:
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
-        """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
         made = self._quantize_weight(part.to(torch.bfloat16), scale, amax_row, fmt, recipe.with_given_scale)
         assert made.scale_inv is not None
         return made.data, made.scale_inv
@@ -111,7 +108,6 @@ class ReferenceBackend:
     def weight_operand(
         self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, transposed: bool
     ) -> WeightOperand:
-        """Return the operand of a weight in FP8."""
         return WeightOperand(data, scale_inv) if out is None else out
 
     def _quantize_weight(
@@ -137,11 +133,9 @@ class ReferenceBackend:
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        """Return y [R, N] in recipe.output's dtype."""
         return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=True)
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
-        """Return dx [R, K] in recipe.output's dtype."""
         if weight.data_t is not None:
             return self._nt(dy.data, dy.scale_inv, weight.data_t, weight.scale_inv_t, offsets, recipe, transpose=False)
         return self._nt(dy.data, dy.scale_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
@@ -155,7 +149,6 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         out: torch.dtype,
     ) -> Tensor:
-        """Return dw [N, K], or [G, N, K] for offsets [G], in `out`."""
         if dy.scale_inv is None or x_inv is None:
             return products.matmul_over_rows(dy.data, x, offsets, out)
         fast, granularity = recipe.sums_fast, recipe.scaling.granularity

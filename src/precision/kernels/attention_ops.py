@@ -28,7 +28,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Te
 def document_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `document_attention.backward`."""
     dout, q, k, v = map(readable, (dout, q, k, v))
     return _kernels.backward(dout, q, k, v, bounds, readable(out), lse.contiguous(), scale)
 

@@ -130,11 +130,7 @@ def ffn_forward(
 
 
 @torch.library.register_fake(ffn_forward)
-def _(
-    x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
-    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
-    keep_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(x, x_inv, w1, w1_inv, w2, w2_inv, expert, weight, add, h_scale, h_amax, how: str, choices: int, *rest):
     mode, narrow, (T, D) = _Casts.parse(how).mode, _Casts.parse(how).narrow, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
     choices = expert.numel() if choices < 0 else choices
@@ -143,6 +139,7 @@ def _(
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=E4M3.dtype if narrow else torch.bfloat16)
     y1_inv = _empty(x, *((2 * cdiv(w1.shape[-2] // 2, 128), R) if narrow else ()))
     h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))
+    keep_rows = rest[-1]
     kept = _empty(x, R, D, dtype=x.dtype) if keep_rows and mode == 0 and experts else _empty(x, dtype=x.dtype)
     if not experts:
         return y, y1, y1_inv, h_inv, kept, *[_empty(x) for _ in range(6)]
@@ -257,12 +254,7 @@ def input_gradients(
 
 
 @torch.library.register_fake(ffn_backward)
-def _(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, y1_inv: Tensor, h_inv: Tensor, x_rows: Tensor,
-    routing: list[Tensor],
-    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
-    out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(dy, x, x_inv, y1, y1_inv, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out, *places):
     weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
     dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)
     dw1, dw2 = (_empty(x, *w.mT.shape, dtype=out) for w in (w1, w2))

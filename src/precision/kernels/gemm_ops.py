@@ -51,10 +51,7 @@ def grouped_wgrad(
 
 
 @torch.library.register_fake(grouped_wgrad)
-def _(
-    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
-    out: torch.dtype, fast: bool = False,
-) -> Tensor:  # fmt: skip
+def _(dy, dy_inv, dy_exact, x, x_inv, offsets, how, how_x, out: torch.dtype, fast=False) -> Tensor:
     return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=out)
 
 

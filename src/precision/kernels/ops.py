@@ -1,4 +1,5 @@
-"""The kernels as custom operators, so that compiled graphs hold them as they are.
+"""The kernels as custom operators, so that compiled graphs hold them as they are. One without a docstring is the
+function of its name in `norm`, `rotary` or `weights`.
 
 Operators return new tensors and raise the arena's amax rows in place. A recipe is passed as the text of a `Cast`; a
 missing optional tensor is empty. In a sampled step an operator shows rows of its cast, under the `place` of the slot
@@ -61,9 +62,7 @@ def cast_transposed(
 
 
 @torch.library.register_fake(cast_transposed)
-def _(
-    x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x, scale_row, amax, how: str, place=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = Cast.parse(how)
     (R, C), new = x.shape, {"device": x.device, "dtype": made.fmt.dtype}
     data, data_t = torch.empty(R, C, **new), torch.empty(C, padded_rows(R), **new)
@@ -87,7 +86,6 @@ def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
 
 @operator("transpose_weight")
 def transpose_weight(data: Tensor) -> Tensor:
-    """See `kernels.weights.transpose_weight`."""
     return _weights.transpose_weight(data.contiguous(), None)
 
 
@@ -112,10 +110,7 @@ def rms_norm(
 
 
 @torch.library.register_fake(rms_norm)
-def _(
-    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool,
-    place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(x, gain, eps, scale_row, amax, how: str, plain: bool, place=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     R, C = x.shape
     y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
     rstd = torch.empty(R, device=x.device, dtype=torch.float32)
@@ -127,7 +122,6 @@ def _(
 
 @operator("rms_norm_backward")
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.norm.rms_norm_backward`."""
     return _norm.rms_norm_backward(dy.contiguous(), readable(x), gain, rstd)
 
 
@@ -138,7 +132,6 @@ def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor
 
 @operator("rotate_heads")
 def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.rotary.rotate_heads`."""
     return _rotary.rotate_heads(q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous())
 
 
@@ -151,15 +144,12 @@ def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Ten
 def norm_and_rotate_heads(
     q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels.rotary.norm_and_rotate_heads`."""
     inputs = q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous()
     return _rotary.norm_and_rotate_heads(*inputs, eps, scale)
 
 
 @torch.library.register_fake(norm_and_rotate_heads)
-def _(
-    q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor, eps: float, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q, kv, k_rope, table, eps, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     out, heads, wide = E4M3.dtype if scale else q.dtype, q.shape[:3], {"dtype": torch.float32}
     made, rstd = ([q.new_empty(q.shape, dtype=out) for _ in "qk"], [q.new_empty(heads, **wide) for _ in "qk"])
     return made[0], made[1], rstd[0], rstd[1], q.new_empty(2, **wide)
@@ -170,7 +160,6 @@ def norm_and_rotate_heads_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, k_rope: Tensor, q_rstd: Tensor,
     k_rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `kernels.rotary.rotate_heads_backward`."""
     normed = q.contiguous(), kv.contiguous(), k_rope.contiguous(), q_rstd, k_rstd
     return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous(), normed)
 
@@ -182,7 +171,6 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, 
 
 @operator("rotate_heads_backward")
 def rotate_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.rotary.rotate_heads_backward`."""
     return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous())
 
 
