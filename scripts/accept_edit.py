@@ -20,7 +20,6 @@ NAMES = "recovery.json, backends.json, config.yaml or prepared.json"
 
 
 def run() -> None:
-    """Read the command line and sign."""
     parser = Parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=NAMES)
     files = parser.parse_args().files

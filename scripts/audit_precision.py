@@ -19,7 +19,6 @@ LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most
 
 
 def run() -> None:
-    """Read the command line, audit each composed config, print."""
     parser = Parser(__doc__)
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train.py")
     parser.add_argument("--device", choices=LENGTHS, default="cpu", help="what is audited (default: cpu)")

@@ -101,7 +101,6 @@ class Run:
 
 
 def run() -> None:
-    """Read the command line and the runs, print the table, draw."""
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
     parser.add_argument("--out", type=Path, default=Path("compare"), help="folder for the PNGs (default: compare)")

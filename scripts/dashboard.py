@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

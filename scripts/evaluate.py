@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def run() -> None:
-    """Read the command line, evaluate, print."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")

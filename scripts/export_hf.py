@@ -18,7 +18,6 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def run() -> None:
-    """Read the command line, export, print the result."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")

@@ -13,7 +13,6 @@ from trainer.launch.command_line import Parser, guarded
 
 
 def run() -> None:
-    """Read the command line, import, print how to continue."""
     parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and *.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")

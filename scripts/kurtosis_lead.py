@@ -35,7 +35,6 @@ Series = dict[int, float]
 
 
 def run() -> None:
-    """Read the command line and both runs, print the step of each sign."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--twin", type=Path, required=True, metavar="RUN", help="the same run in BF16")

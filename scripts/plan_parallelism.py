@@ -27,7 +27,6 @@ from trainer.launch.composition import compose
 
 
 def run() -> None:
-    """Read the command line, forecast, print."""
     parser = Parser(__doc__)
     parser.add_argument("--gpus", type=_counts, required=True, help="GPUs in all; several: the fastest of each")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")

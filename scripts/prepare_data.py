@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0

@@ -40,7 +40,6 @@ TEXT = 400  # characters of a sequence
 
 
 def run() -> None:
-    """Read the command line, replay, print."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("step", type=int, metavar="STEP", help="the step to look at")

@@ -26,7 +26,6 @@ PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 
 
 def run() -> None:
-    """Read the command line, generate, print."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
@@ -127,7 +126,6 @@ def show(text: str) -> None:
 
 
 def log(*lines: str) -> None:
-    """Print to stderr."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
 

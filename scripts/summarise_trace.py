@@ -31,7 +31,6 @@ Event = dict[str, Any]
 
 
 def run() -> None:
-    """Read the command line and the trace, print."""
     parser = Parser(__doc__)
     parser.add_argument("trace", type=Path, metavar="RUN | FILE", help="a run folder, or a trace in one")
     parser.add_argument("--rows", type=int, default=20, help="rows of a table (20)")
@@ -101,7 +100,6 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def kernels(events: list[Event], steps: int, rows: int) -> list[str]:
-    """Return the longest kernels."""
     found: dict[tuple[str, Any], list[float]] = defaultdict(list)
     for e in events:
         found[e["name"][:NAME], e.get("args", {}).get("stream", "")].append(e["dur"])

@@ -20,7 +20,6 @@ LARGEST_VOCABULARY = 2**24  # room for it is allocated first
 
 
 def main() -> int:
-    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0
@@ -28,7 +27,6 @@ def main() -> int:
 
 
 def run() -> None:
-    """Train the tokenizer and write it."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab-size", type=int)

@@ -18,7 +18,6 @@ import os
 import re
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 
@@ -36,7 +35,6 @@ TWICE = {"all_reduce": 2.0}
 
 
 def run() -> None:
-    """Read the command line, measure, print on rank 0."""
     parser = Parser(__doc__)
     sizes = ["64K", "1M", "16M", "64M", "256M", "1G"]
     parser.add_argument("--sizes", nargs="+", default=sizes, help=f"bytes, with K, M or G ({' '.join(sizes)})")
@@ -111,11 +109,7 @@ def timed(call: Callable[[], None], repeat: int, device: torch.device) -> float:
     times = []
     for i in range(repeat + 2):  # two to warm up
         dist.barrier()
-        measure.synchronize()
-        start = time.perf_counter()
-        call()
-        measure.synchronize()
-        spent = torch.tensor(time.perf_counter() - start, device=device)
+        spent = torch.tensor(measure.clock(call)[0], device=device)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         if i >= 2:
             times.append(float(spent))
@@ -123,7 +117,6 @@ def timed(call: Callable[[], None], repeat: int, device: torch.device) -> float:
 
 
 def row(one: dict) -> dict[str, str]:
-    """Return a line of the table."""
     return {
         "collective": one["name"],
         "MiB": f"{one['bytes'] / 2**20:.4g}",

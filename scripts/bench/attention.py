@@ -52,7 +52,6 @@ Shape = tuple[int, int, int, int, int]
 
 
 def run() -> None:
-    """Read the command line, measure each shape, print."""
     parser = Parser(__doc__)
     parser.add_argument("--shape", action="append", metavar="BxHxSxQxV", help="may be given more than once")
     parser.add_argument(
@@ -62,8 +61,7 @@ def run() -> None:
     packed.add_tiles(parser)
     measure.add_arguments(parser)
     options = parser.parse_args()
-    if (wrong := packed.problem(options)) is not None:
-        raise UserError(wrong)
+    packed.check(options)
     shapes = [parse_shape(text) for text in options.shape or ()] or SHAPES
     facts = measure.header()
     te = layers.transformer_engine(options.variants)

@@ -34,6 +34,12 @@ class Messages(ContextSplit):
         work = None if self.silent else dist.all_reduce(x, group=self.group, async_op=not wait)
         return work.wait if work is not None else lambda: None
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        self.all_reduce(x)
+        return x
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather [T / t, .] to [T, .]."""
         self.count(x.numel() * self.size, x.element_size())
@@ -43,63 +49,50 @@ class Messages(ContextSplit):
         return torch.ops._c10d_functional.wait_tensor(gather(x.contiguous(), self.size, self.name))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Reduce [T, .] to the sum at own positions [T / t, .], in FP32, as the gradients of one rank are summed."""
-        x = x.float()
-        self.count(x.numel(), x.element_size())
+        """Return the sum of [T, .] at own positions [T / t, .], added in FP32, as the gradients of one rank are."""
+        wide = x.float()
+        self.count(wide.numel(), wide.element_size())
         if self.silent:
-            return x[: len(x) // self.size].clone()
+            return wide[: len(x) // self.size].clone().to(x.dtype)
         scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-        return torch.ops._c10d_functional.wait_tensor(scatter(x.contiguous(), "sum", self.size, self.name))
+        part = torch.ops._c10d_functional.wait_tensor(scatter(wide.contiguous(), "sum", self.size, self.name))
+        return part.to(x.dtype)
 
     def to_heads(self, x_BsHd: Tensor) -> Tensor:
-        """See ContextSplit."""
         self.count(x_BsHd.numel(), x_BsHd.element_size(), 2)
         if self.silent:
             return x_BsHd[:, :, : x_BsHd.shape[2] // self.size].repeat(1, self.size, 1, 1)
         return super().to_heads(x_BsHd)
 
     def to_positions(self, x_BShd: Tensor) -> Tensor:
-        """See ContextSplit."""
         self.count(x_BShd.numel(), x_BShd.element_size(), 2)
         if self.silent:
             return x_BShd[:, : x_BShd.shape[1] // self.size].repeat(1, 1, self.size, 1)
         return super().to_positions(x_BShd)
 
     def for_heads(self, x_BsR: Tensor, heads: int) -> Tensor:
-        """See ContextSplit."""
         self.count(x_BsR.numel() * self.size, x_BsR.element_size() + 4)
         if self.silent:
             return x_BsR.repeat(1, self.size, 1)[:, :, None].expand(-1, -1, heads, -1)
         return super().for_heads(x_BsR, heads)
 
 
-class _Copy(torch.autograd.Function):
-    """f: identity; the gradient is summed over the ranks."""
+class _Message(torch.autograd.Function):
+    """One message forward, another one backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, messages: Messages) -> Tensor:
-        ctx.messages = messages
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        dx = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.messages.all_reduce(dx)
-        return dx, None
-
-
-class _Sum(torch.autograd.Function):
-    """g: sum over the ranks; the gradient is every rank's."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, messages: Messages) -> Tensor:
-        y = y.clone()
-        messages.all_reduce(y)
-        return y
+    def forward(ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return grads[0], None
+        return ctx.back(grads[0]), None, None
+
+
+def nothing(x: Tensor) -> Tensor:
+    """Send no message."""
+    return x.view_as(x)
 
 
 class _Column(torch.autograd.Function):
@@ -119,32 +112,6 @@ class _Column(torch.autograd.Function):
         dw = grads[0].t() @ x
         wait()
         return dx, dw, None
-
-
-class _Gather(torch.autograd.Function):
-    """f of sequence parallelism: own positions -> all; the gradient is summed at own positions."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, messages: Messages) -> Tensor:
-        ctx.messages = messages
-        return messages.all_gather(x)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return ctx.messages.reduce_scatter(grads[0]).to(grads[0].dtype), None
-
-
-class _Scatter(torch.autograd.Function):
-    """g of sequence parallelism: the sum at own positions; the gradient of all of them."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, messages: Messages) -> Tensor:
-        ctx.messages = messages
-        return messages.reduce_scatter(y).to(y.dtype)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return ctx.messages.all_gather(grads[0]), None
 
 
 class One:
@@ -217,10 +184,10 @@ class TensorSplit(One):
     columns, rows = ("q", "kv_b"), ("o",)
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Copy.apply(x, self.messages)
+        return _Message.apply(x, nothing, self.messages.sum)
 
     def leave(self, out_TV: Tensor) -> Tensor:
-        return _Sum.apply(super().leave(out_TV), self.messages)
+        return _Message.apply(super().leave(out_TV), self.messages.sum, nothing)
 
 
 class Overlapped(TensorSplit):
@@ -236,10 +203,11 @@ class Sequence(TensorSplit):
     splits_positions = True
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Gather.apply(x, self.messages)
+        return _Message.apply(x, self.messages.all_gather, self.messages.reduce_scatter)
 
     def leave(self, out_TV: Tensor) -> Tensor:
-        return _Scatter.apply(F.linear(out_TV, self.weights["o"]), self.messages)
+        y_TD = F.linear(out_TV, self.weights["o"])
+        return _Message.apply(y_TD, self.messages.reduce_scatter, self.messages.all_gather)
 
 
 class Exchanged(Sequence):

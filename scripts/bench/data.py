@@ -24,7 +24,6 @@ from trainer.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=256, help="megabytes of text")
     parser.add_argument("--vocab-size", type=int, default=32768)

@@ -33,7 +33,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -191,11 +190,7 @@ def timed(
     for _ in range(3 + o.repeat):
         before()
         dist.barrier()
-        measure.synchronize()
-        start = time.perf_counter()
-        run()
-        measure.synchronize()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(measure.clock(run)[0])
     middle = torch.tensor(statistics.median(seconds[3:]), device=device)
     dist.all_reduce(middle, dist.ReduceOp.MAX)
     return float(middle)
@@ -253,7 +248,6 @@ def messages(o: argparse.Namespace, transports: dict[str, Transport], device: to
 
 
 def rows(results: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the rows of the table."""
     made = []
     for one in results:
         same = {r["way"]: r["both"] for r in results if (r["tokens"], r["payload"]) == (one["tokens"], one["payload"])}
@@ -294,7 +288,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Return the exit code, as train.py does."""
     code = guarded(run)
     if code and dist.is_initialized():  # others may wait in a message for this process
         sys.stdout.flush()

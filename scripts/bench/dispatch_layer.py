@@ -29,7 +29,6 @@ class Silent:
         self.group = group
 
     def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
-        """See `Transport`."""
         return [one.clone() for one in rows] if keep else list(rows)
 
 
@@ -72,7 +71,6 @@ class Layer:
         return self.block.moe(self.block.ffn_norm(self.h, self.block.moe.feed), 1)[0]
 
     def run(self) -> Tensor:
-        """Run forward and backward."""
         y = self.forward()
         y.backward(self.dy)
         return y.detach()
@@ -84,7 +82,6 @@ class Layer:
         return {name: value.detach().clone() for name, value in made.items() if value is not None}
 
     def step(self) -> dict[str, Tensor]:
-        """Run a whole step."""
         self.begin()
         return self.results(self.run())
 

@@ -84,7 +84,6 @@ class Problem:
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     for name, default in {"tokens": 16384, "hidden": 2048, "width": 1408, "experts": 64, "chosen": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
@@ -139,7 +138,6 @@ def variants(
 
 
 def limit(problem: Problem) -> list[Variant]:
-    """The six GEMMs."""
     expert, E = problem.expert_TK, problem.E
     shapes = (2 * problem.F, problem.D), (problem.D, problem.F)
     out = [Variant("bf16 limit", _all([limits.grouped_bf16(expert, E, *shape) for shape in shapes]))]
@@ -343,7 +341,6 @@ def theirs(problem: Problem, te: TransformerEngine, name: str, kept: dict) -> li
 
 
 def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[str, float]]) -> str:
-    """Return the table."""
     base = timings.get("a2", timings.get("bf16"))
     rows = []
     for name, timing in timings.items():

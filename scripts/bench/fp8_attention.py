@@ -27,7 +27,6 @@ D, V = 192, 128
 
 
 def run() -> None:
-    """Read the command line, print the table."""
     parser = Parser(__doc__)
     parser.add_argument("--length", type=int, default=256, metavar="S", help="positions (256)")
     parser.add_argument("--heads", type=int, default=2, metavar="H", help="heads (2)")

@@ -15,12 +15,10 @@ copy, and writing the details.
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import frame
 import measure
@@ -34,11 +32,9 @@ if TYPE_CHECKING:
     from trainer.step.train_step import StepResult
 
 WARM_UP = 3
-Result = TypeVar("Result")
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument(
         "words", nargs="*", default=[], metavar="RECIPE | KEY=VALUE", help="recipe (default: fp8_delayed), overrides"
@@ -90,11 +86,11 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
             train = partial(train_step, engine, step, tokens, t.microbatch_size)
             took: dict[str, float] = {}
             if has_fp8:
-                took["shadow"], _ = timed(partial(shadows.before, step, tokens))
-            took["step"], _ = timed(train)
+                took["shadow"], _ = measure.clock(partial(shadows.before, step, tokens))
+            took["step"], _ = measure.clock(train)
             with sampler.inside(step, logged=True):
-                took["sampled"], result = timed(train)
-            took["line"], _ = timed(partial(line, sampler, step, result))
+                took["sampled"], result = measure.clock(train)
+            took["line"], _ = measure.clock(partial(line, sampler, step, result))
             if step >= WARM_UP:
                 for name in seconds:
                     seconds[name].append(took[name])
@@ -117,15 +113,6 @@ def line(health: "Health", step: int, result: "StepResult") -> None:
     from trainer.step.metrics import copy_to_host
 
     health.report(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
-
-
-def timed(run: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the seconds of a call, waiting for the GPU, and its result."""
-    measure.synchronize()
-    began = time.perf_counter()
-    result = run()
-    measure.synchronize()
-    return time.perf_counter() - began, result
 
 
 if __name__ == "__main__":

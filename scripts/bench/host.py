@@ -30,7 +30,6 @@ WARM_UP = 20
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"some of {', '.join(RECIPES)}; default: all")
     parser.add_argument("--repeat", type=int, default=500, help="calls of each (default: 500)")

@@ -40,13 +40,11 @@ def _fp8(*shape: int) -> Tensor:
 
 
 def linear_bf16(M: int, N: int, K: int) -> Work:
-    """Return three torch.mm."""
     x, w, dy = random(M, K), random(N, K, scale=0.02), random(M, N, scale=1e-3)
     return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
 
 
 def linear_fp8(M: int, N: int, K: int) -> Work:
-    """Return three torch._scaled_mm."""
     one, rows = torch.ones((), device=device()), M - M % 16  # wgrad sums over rows
     x, w, dy, x_t, w_t, dy_t = _fp8(M, K), _fp8(N, K), _fp8(M, N), _fp8(K, rows), _fp8(K, N), _fp8(N, rows)
 

@@ -53,7 +53,6 @@ LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
 
 
 def run() -> None:
-    """Read the command line, measure each shape, print."""
     parser = Parser(__doc__)
     parser.add_argument("--shape", action="append", metavar="MxNxK", help="may be given more than once")
     parser.add_argument("--model", help="a model of configs/model: all its FP8 linear shapes")
@@ -165,7 +164,6 @@ def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) 
 
 
 def report(shape: Shape, timings: dict[str, Timing]) -> str:
-    """Return the table of a shape."""
     flops = 6.0 * shape[0] * shape[1] * shape[2]
     bf16 = timings.get("bf16", timings.get("torch"))
     rows = []

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from trainer.health.nvml import Gpu, GpuLost, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "n/a"
+Result = TypeVar("Result")
 COMMAND = " ".join(["python", *sys.argv])  # as given: composing a config changes sys.argv
 
 
@@ -184,7 +185,7 @@ _flush: list[torch.Tensor] = []
 def short(run: Callable[[], object], repeat: int) -> float:
     """Return the median seconds of single units with cold caches, after a short rest."""
     if not torch.cuda.is_available():
-        return statistics.median(_clock(run) for _ in range(repeat))
+        return statistics.median(clock(run)[0] for _ in range(repeat))
     if not _flush:
         _flush.append(torch.empty(256 << 20, dtype=torch.int8, device="cuda"))  # several times the L2 cache
     torch.cuda.synchronize()
@@ -233,10 +234,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _clock(run: Callable[[], object]) -> float:
+def clock(run: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the seconds of a call, waiting for the GPU, and its result."""
+    synchronize()
     began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    result = run()
+    synchronize()
+    return time.perf_counter() - began, result
 
 
 class Meter:

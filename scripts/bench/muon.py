@@ -41,7 +41,6 @@ Shape = tuple[int, int, int]
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"the model (default: {' '.join(FIVE_BLOCKS)})")
     parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of this many ranks (default: 1)")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from models.documents import bounds_of
 from precision import attention_core, document_mask
+from precision.errors import UserError
 
 NAMES = ["documents", "documents_whole", "documents_mask", "documents_flex"]
 KERNELS = ("forward", "keys", "queries")
@@ -35,20 +36,20 @@ def add_tiles(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiles", action="append", default=[], metavar="KERNEL=MxNxWARPSxSTAGES", help=what)
 
 
-def problem(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with these arguments, if anything, and apply `--tiles`."""
+def check(options: argparse.Namespace) -> None:
+    """Check these arguments, and apply `--tiles`. Raises UserError."""
     if options.document < 2:
-        return f"--document {options.document}: documents have 2 tokens or more"
+        raise UserError(f"--document {options.document}: documents have 2 tokens or more")
     for text in getattr(options, "tiles", []):
         name, _, sizes = text.partition("=")
         numbers = sizes.split("x")
         if name not in KERNELS or len(numbers) != 4 or not all(number.isdigit() for number in numbers):
-            return f"--tiles {text}: want KERNEL=MxNxWARPSxSTAGES, as keys=64x64x8x2, of {', '.join(KERNELS)}"
+            want = f"want KERNEL=MxNxWARPSxSTAGES, as keys=64x64x8x2, of {', '.join(KERNELS)}"
+            raise UserError(f"--tiles {text}: {want}")
         from precision.kernels import document_attention
 
         M, N, warps, stages = map(int, numbers)
         document_attention.TILES[name] = document_attention.WIDE_TILES[name] = (M, N, warps, stages)
-    return None
 
 
 def starts(batch: int, length: int, mean: int) -> Tensor:

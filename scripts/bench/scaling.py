@@ -41,7 +41,6 @@ GIB = 2**30
 
 
 def main() -> int:
-    """Return the exit code, as train.py does."""
     if os.environ.get("SCALING_RESULT"):
         rank_group = RankGroup()
         return guarded(lambda: rank(rank_group), rank_group)
@@ -87,7 +86,6 @@ def one(count: int) -> dict[str, Any]:
 
 
 def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
-    """Return a line of the table."""
     speed, silent = result["tokens_per_second"], result["silent_seconds"]
     return {
         "GPUs": str(result["gpus"]),

@@ -52,7 +52,6 @@ GOAL = 50_000  # tokens a second and GPU
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument(
         "words",
@@ -69,8 +68,7 @@ def run() -> None:
     layers.add_accumulation(parser)
     packed.add_arguments(parser)
     options = parser.parse_intermixed_args()
-    if (wrong := packed.problem(options)) is not None:
-        raise UserError(wrong)
+    packed.check(options)
     recipes = [word for word in options.words if "=" not in word.partition("+")[0]]
     overrides = [word for word in options.words if word not in recipes]
     if not recipes:
@@ -172,21 +170,18 @@ class Contestant:
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
         """Run one step; its time and peak memory count if `timed`."""
-
         cuda = self.engine.device.type == "cuda"
+        measure.synchronize()
         if cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else reset_peak_resident()
         began = time.perf_counter()
         self._train(number, tokens)
-        if cuda:
-            torch.cuda.synchronize()
+        measure.synchronize()
         if timed:
             self.seconds.append(time.perf_counter() - began)
-        if timed or isinstance(
-            self.engine.microbatch, GraphedMicrobatch
-        ):  # a graph takes its memory while it is recorded
+        # a graph takes its memory while it is recorded
+        if timed or isinstance(self.engine.microbatch, GraphedMicrobatch):
             after = torch.cuda.max_memory_allocated() if cuda else peak_resident()
             self.peak = max(self.peak, after - before)
 
@@ -206,7 +201,6 @@ class Contestant:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.config.trainer.global_batch_size * self.config.trainer.sequence_length
 
     @property
@@ -224,7 +218,6 @@ class Contestant:
         return None if self.timing.joules is None else self.tokens / self.timing.joules
 
     def row(self) -> dict[str, str]:
-        """Return the results as a line of the table."""
         timing, deciles = self.timing, statistics.quantiles(self.seconds, n=10)
         limit = None if self.limit is None else Timing("limit", "", self.limit, self.limit)
         return {
@@ -255,7 +248,6 @@ class Contestant:
         return f"{line}; {(self.state + self.peak) / (base.state + base.peak):.2f} times its memory"
 
     def record(self) -> dict[str, Any]:
-        """Return the results for JSON."""
         return {
             **asdict(self.timing),
             "rounds": {"short": self.seconds, **self.sustained},
@@ -295,12 +287,7 @@ def loading_seconds(config) -> float:
     data = prepare_with_bars(config.data, config.model.vocab_size)
     t = config.trainer
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
-    times = []
-    for _ in range(50):
-        began = time.perf_counter()
-        loader.next()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(measure.clock(loader.next)[0] for _ in range(50))
 
 
 if __name__ == "__main__":

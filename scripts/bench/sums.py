@@ -52,7 +52,6 @@ class Operand:
 
 
 def run() -> None:
-    """Read the command line, measure, print."""
     parser = Parser(__doc__)
     parser.add_argument("--times", action="store_true", help="also time GEMMs of Moonlight's shape")
     parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")

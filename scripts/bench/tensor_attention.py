@@ -29,7 +29,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from typing import Any
 
 import frame
@@ -47,7 +46,6 @@ ALLOWED = 1e-5
 
 
 def run() -> None:
-    """Read the command line, measure, print on rank 0."""
     options = arguments()
     with frame.process_group() as device:
         results = measured(options, device)
@@ -128,16 +126,10 @@ def measured(options: argparse.Namespace, device: torch.device) -> list[dict[str
 
 def gradients(layer: One, dy: Tensor) -> tuple[tuple[float, float], dict[str, Tensor]]:
     """Return seconds forward and backward, and y, dx and the weights' gradients."""
-    measure.synchronize()
-    start = time.perf_counter()
-    y = layer.forward()
-    measure.synchronize()
-    middle = time.perf_counter()
-    names = ["x", *layer.weights]
-    found = torch.autograd.grad(y, [layer.x, *layer.weights.values()], layer.at_own(dy))
-    measure.synchronize()
-    seconds = middle - start, time.perf_counter() - middle
-    return seconds, {"y": y.detach(), **dict(zip(names, found, strict=True))}
+    forward, y = measure.clock(layer.forward)
+    leaves = {"x": layer.x, **layer.weights}
+    backward, found = measure.clock(lambda: torch.autograd.grad(y, list(leaves.values()), layer.at_own(dy)))
+    return (forward, backward), {"y": y.detach(), **dict(zip(leaves, found, strict=True))}
 
 
 def difference(layer: One, dy: Tensor, exact: dict[str, Tensor], group: dist.ProcessGroup) -> float:
@@ -172,7 +164,6 @@ def timed(layers: list[One], dy: Tensor, repeat: int, group: dist.ProcessGroup) 
 
 
 def row(one: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
-    """Return a line of the table."""
     seconds, alone = one["forward"] + one["backward"], first["forward"] + first["backward"]
     return {
         "variant": one["name"],

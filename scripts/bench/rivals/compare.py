@@ -130,7 +130,6 @@ def work_of(overrides: list[str], precision: str, options: argparse.Namespace, r
 
 
 def row(name: tuple[str, str], found: list[dict[str, Any]], speed: float, best: float | None) -> dict[str, str]:
-    """Return a line of the table."""
     first = found[0]
     return {
         "system": name[0],

@@ -26,7 +26,6 @@ AMAX_HISTORY = 1024  # its own default
 
 
 def main() -> None:
-    """Build, measure, leave."""
     work, rank, world = Work.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -35,11 +35,9 @@ class Work:
 
     @classmethod
     def read(cls) -> "Work":
-        """Read the work of this process."""
         return cls(**json.loads(Path(os.environ[WORK]).read_text()))
 
     def write(self, file: Path) -> None:
-        """Write the work for a contestant."""
         file.write_text(json.dumps(asdict(self)))
 
     def tokens(self, rank: int, world: int) -> torch.Tensor:
