@@ -23,18 +23,15 @@ if TYPE_CHECKING:
     from trainer.data import Prepared
 
 
-def main() -> int:
-    if {"-h", "--help"} & set(sys.argv):
-        print(str(__doc__).strip())
-        return 0
-    return guarded(run)
-
-
 def run() -> None:
     """Prepare each config of the command line (several with -m); all are loaded before the first is prepared."""
     parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--out", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
+    if own.help:
+        print(str(__doc__).strip())
+        return
     shown = str(own.out).encode(errors="backslashreplace").decode()
     if shown != str(own.out):
         raise UserError(f"--out={shown}: not UTF-8, as data.path of a run has to be; choose another folder")
@@ -86,4 +83,4 @@ def summary(prepared: "Prepared", seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

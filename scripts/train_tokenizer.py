@@ -19,18 +19,15 @@ from trainer.launch.composition import compose
 LARGEST_VOCABULARY = 2**24  # room for it is allocated first
 
 
-def main() -> int:
-    if {"-h", "--help"} & set(sys.argv):
-        print(str(__doc__).strip())
-        return 0
-    return guarded(run)
-
-
 def run() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab-size", type=int)
     own, sys.argv[1:] = parser.parse_known_args()
+    if own.help:
+        print(str(__doc__).strip())
+        return
     if own.out is None:
         raise UserError("--out: missing; name the file to write, such as --out tokenizer.json")
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
@@ -61,4 +58,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -131,23 +131,8 @@ def calls(recipe: str) -> dict[str, Callable[[], object]]:
             )
 
         _, y1, y1_inv, h_inv, kept, *routing = forward()
-        given = (
-            data,
-            inv,
-            y1,
-            y1_inv,
-            h_inv,
-            kept,
-            routing,
-            *w1_back,
-            *w2_back,
-            one,
-            one,
-            both,
-            torch.float32,
-            place,
-            place,
-        )
+        saved, how_back = (data, inv, y1, y1_inv, h_inv, kept, routing), (both, torch.float32, place, place)
+        given = *saved, *w1_back, *w2_back, one, one, *how_back
         made |= {"experts, forward": forward, "experts, backward": lambda: ffn_ops.ffn_backward(x, *given)}
     return made
 

@@ -20,7 +20,6 @@ Where the flag `ok` is false, parameters and moments stay, and copies are made f
 torch.optim.AdamW, and `weights.cast_weight` for copies.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -275,7 +274,7 @@ class FusedAdamW:
         P = len(self._parameters)
         _prepare_kernel[(cdiv(P, _PREPARED),)](
             self._gradients, self._steps, self._decays, ok, lr, divisor, self._factors, P,
-            _log(beta1), _log(beta2), _PREPARED,
+            *self._norms.logs, _PREPARED,
         )  # fmt: skip
         if len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
@@ -311,7 +310,3 @@ class FusedAdamW:
         every = [*parameters, *gradients, *(entry[0] for entry in entries)]
         every += [address for pair in self._moments for address in pair]
         self._align = 16 if all(address % 16 == 0 for address in every) else 4
-
-
-def _log(beta: float) -> float:
-    return math.log(max(beta, 1e-300))

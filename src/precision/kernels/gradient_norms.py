@@ -54,11 +54,10 @@ def _total_kernel(ends, sums, norms, BLOCK: tl.constexpr):
 
 
 class GradientNorms:
-    """Norms of P tensors with these numbers of elements (0 is allowed) on a device. block, warps: elements and warps of
-    a program."""
+    """Norms of P tensors with these numbers of elements (0 is allowed) on a device. block: elements of a program."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, block: int = _BLOCK, warps: int = _WARPS):
-        self._block, self._warps, self._device = block, warps, device
+    def __init__(self, sizes: Sequence[int], device: torch.device, block: int = _BLOCK):
+        self._block, self._device = block, device
         counts = [-(-size // block) for size in sizes]
         self._chunks = chunk_table(counts).to(device)
         self._ends = torch.tensor(counts).cumsum(0).to(device)
@@ -78,7 +77,7 @@ class GradientNorms:
         if len(self._chunks):
             _squares_kernel[(len(self._chunks),)](
                 self._chunks, self._addresses, self._sizes, sums, self._block, align,
-                num_warps=self._warps,  # pyright: ignore[reportCallIssue]
+                num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         if len(flat):
             _total_kernel[(len(flat),)](

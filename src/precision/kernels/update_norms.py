@@ -121,7 +121,7 @@ class UpdateNorms:
         moments: torch.dtype = torch.float32,
     ):
         self._block, self._eps, self._moment = block, eps, MOMENTS[moments]
-        self._logs = [math.log(max(beta, 1e-300)) for beta in betas]
+        self.logs = [math.log(max(beta, 1e-300)) for beta in betas]
         counts = [-(-size // block) for size in sizes]
         self._chunks = chunk_table(counts).to(device)
         self._ends = torch.tensor(counts).cumsum(0).to(device)
@@ -136,7 +136,7 @@ class UpdateNorms:
         P, device = len(self._ends), self._ends.device
         sums = torch.empty(len(self._chunks), 2, device=device)
         norms = torch.empty(2, P, dtype=torch.float64, device=device)
-        _factors_kernel[(cdiv(P, _PREPARED),)](steps, self._factors, P, *self._logs, self._eps, _PREPARED)
+        _factors_kernel[(cdiv(P, _PREPARED),)](steps, self._factors, P, *self.logs, self._eps, _PREPARED)
         if len(self._chunks):
             _squares_kernel[(len(self._chunks),)](
                 self._chunks, tensors, self._factors, decays, sums, self._block, align, self._moment,
