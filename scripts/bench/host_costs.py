@@ -17,9 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch._C._distributed_c10d import TCPStore
 
-from trainer.checkpoint.storage import SafetensorsReader
+from trainer.checkpoint import ShardView
+from trainer.checkpoint.storage import SavedTensors
 from trainer.data import Bins, Loader, check_whole
 from trainer.data.bins import FORMAT, Sidecar
 from trainer.data.verified import ALONE, add_verified, stamp
@@ -107,7 +109,9 @@ def main() -> int:
         for tensors in (20, 100):
             size = index_of(folder, tensors, ranks)
             pieces = tensors * ranks
-            reading = seconds(SafetensorsReader(folder).read_metadata, 1)
+            names = SavedTensors(folder).names()
+            row = ShardView(torch.empty(1, 7168), torch.Size([ranks, 7168]), (ranks // 2, 0))
+            reading = seconds(lambda names=names, row=row: SavedTensors(folder).plan(dict.fromkeys(names, row)), 1)
             each = f"{size / pieces:.0f} bytes and {reading / pieces * 1e6:.1f} us each"
             print(f"resume: {pieces:,} pieces in tensors.json: {each}")
     finally:

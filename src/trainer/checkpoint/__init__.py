@@ -1,9 +1,8 @@
 """Checkpoints of a run: saved in the background, visible when complete, verified when read, never pickled.
 
 `checkpointer` and `reading` are the interface. Below them: `shard_view` (a rank's part of a tensor), `state_tree`
-(state as JSON and tensors), `staging` (a copy in host memory), `dcp` (torch.distributed.checkpoint plans the writes and
-reads of each rank), `storage` (tensors in safetensors files), `manifest` (proof that a folder is complete) and `folder`
-(the checkpoints of a run).
+(state as JSON and tensors), `staging` (a copy in host memory), `storage` (tensors in safetensors files), `manifest`
+(proof that a folder is complete) and `folder` (the checkpoints of a run).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError

@@ -2,7 +2,7 @@
 
     save      on the trainer's thread: split the tree, copy its tensors to host buffers (pinned if there is a GPU,
               reused from save to save), pass them to the writing thread, continue training
-    write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
+    write     into checkpoints/.writing_step_N: tensors, state.json, the manifest; everything fsync'ed
     rename    to checkpoints/step_N: here it becomes visible, complete or not at all
     delete    what exceeds `keep`: only now, so that there is always a complete one
 
@@ -42,6 +42,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.state_tree import split
+from trainer.checkpoint.storage import save_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,13 +176,11 @@ class Checkpointer:
         return parts, {name: part.data for name, part in parts.items()}
 
     def _write(self, step: int, parts: dict[str, ShardView], text: str, held: float, before: int | None) -> None:
-        from trainer.checkpoint.dcp import CheckpointWriter, save_parts
-
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
         temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
         try:
-            files = save_parts(CheckpointWriter(temporary, path, text), parts, self._group)
+            files = save_parts(temporary, path, parts, text, self._group)
         except OSError as error:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
@@ -192,7 +191,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error
-        if not self._is_first:
+        if files is None:  # of another rank than 0
             return
         seconds = time.perf_counter() - start
         size = sum(digest.bytes for digest in files.values())

@@ -7,7 +7,6 @@ without a tensor to fill is returned as new tensors on the CPU.
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainer.checkpoint.folder import verify_checkpoint
 from trainer.checkpoint.manifest import STATE
 from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.state_tree import join, split
+from trainer.checkpoint.storage import SavedTensors
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -32,9 +32,8 @@ def read_values(path: Path, branch: str) -> Any:
 
 def saved_shapes(path: Path) -> dict[str, torch.Size]:
     """Return the shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
-    from trainer.checkpoint.dcp import SafetensorsReader, saved_tensors
-
-    return {name: tensor.size for name, tensor in saved_tensors(SafetensorsReader(path)).items()}
+    saved = SavedTensors(path)
+    return {name: saved.shape(name) for name in saved.names()}
 
 
 def read(
@@ -49,38 +48,25 @@ def read(
     the branches in `into` have other tensors than those that were saved; then nothing was filled. No collective: each
     rank reads for itself.
     """
-    from trainer.checkpoint.dcp import SafetensorsReader, load_parts, saved_tensors
-
     if not verified:
         verify_checkpoint(path)
     into = into or {}
-    reader = SafetensorsReader(path)
-    saved = saved_tensors(reader)
+    saved = SavedTensors(path)
     targets = {name: x if isinstance(x, ShardView) else ShardView.whole(x) for name, x in split(into)[1].items()}
-    branches = {name: name.split("/", 1)[0] in into for name in saved}
+    branches = {name: name.split("/", 1)[0] in into for name in saved.names()}
     for name in (*targets, *(name for name, ours in branches.items() if ours)):
-        if name not in targets or name not in saved or targets[name].shape != saved[name].size:
+        if name not in targets or name not in saved or targets[name].shape != saved.shape(name):
             branch, _, plain = name.partition("/")
             if branch == "optimizer" and name.rsplit("/", 1)[0].replace(branch, "model", 1) in saved:
                 why = "the checkpoint is of another optimizer; use that run's optim.name, or take its weights with"
                 raise UserError(f"{plain}: {why} run.init_from")
             raise UserError(f"{plain or name}: the checkpoint is of another model; use that run's model.*")
     fresh = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in saved.items()
-        if rest and not branches[name]
+        name: torch.empty(saved.shape(name), dtype=saved.dtype(name))
+        for name, ours in branches.items()
+        if rest and not ours
     }
-    wanted = {name: ShardView.whole(tensor) for name, tensor in fresh.items()}
-    converted: dict[str, ShardView] = {}
-    for name, part in targets.items():
-        dtype = saved[name].properties.dtype
-        wanted[name] = part
-        if part.data.dtype != dtype:
-            wanted[name] = converted[name] = replace(part, data=torch.empty(part.data.shape, dtype=dtype))
-    load_parts(reader, wanted)
-    with torch.no_grad():
-        for name, part in converted.items():
-            targets[name].data.copy_(part.data)
+    saved.fill({name: ShardView.whole(tensor) for name, tensor in fresh.items()} | targets)
     text = json.loads((path / STATE).read_text())
     branches_wanted = {key: value for key, value in text["state"].items() if rest and key not in into}
     return join(branches_wanted, fresh), text["meta"]

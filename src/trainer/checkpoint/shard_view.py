@@ -7,13 +7,10 @@ any other number of ranks finds what it needs.
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,6 @@ class ShardView:
         """Whether this rank has no element of a non-empty tensor."""
         return self.data.numel() == 0 and prod(self.shape) > 0
 
-    @property
-    def box(self) -> "ChunkStorageMetadata":
-        """Offsets and sizes, in DCP's type."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes two seconds: not at start-up
-
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
-
     def size(self) -> torch.Size:
-        """Shape of the whole, for DCP."""
+        """Shape of the whole, under a tensor's name for it."""
         return self.shape
-
-    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":  # for DCP
-        return [self.box]

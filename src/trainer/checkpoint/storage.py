@@ -1,14 +1,11 @@
-"""torch.distributed.checkpoint (DCP) on safetensors and JSON.
-
-DCP does the planning: which rank writes which piece of which tensor, and which pieces a rank must read to fill its own,
-perhaps differently sharded, tensors. But DCP's FileSystemReader unpickles its metadata and every object that is not a
-tensor, and its HuggingFaceStorageReader can keep only one piece of a tensor per file. So the storage below DCP is ours:
+"""The tensors of a checkpoint, in safetensors files and an index.
 
     rank00000.safetensors   the pieces that rank 0 wrote (one file for each rank that writes)
     tensors.json            {name: {"dtype", "shape", "pieces": [{"offsets", "shape", "file", "key"}]}}
 
 A piece is a box of its tensor, given by offsets and shape. A tensor that is not sharded has one piece at offset zero,
-and its key in the file is its name, so any safetensors reader can open the files of a single-process run.
+and its key in the file is its name, so any safetensors reader can open the files of a single-process run. A rank that
+resumes fills its own boxes, perhaps of another sharding, from the pieces that overlap them.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length (little endian), a
 JSON header {key: {"dtype", "shape", "data_offsets"}} padded with spaces to 8 bytes, then the tensors' bytes one after
@@ -19,31 +16,35 @@ while it writes; it is read with the library.
 import hashlib
 import json
 import os
+import shutil
 import struct
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from trainer.checkpoint.manifest import FileDigest, write_file
+from trainer.checkpoint.manifest import STATE, FileDigest, write_file, write_manifest
+from trainer.checkpoint.shard_view import ShardView
+from trainer.files import sync_folder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+U = TypeVar("U")
+Index = dict[str, dict[str, Any]]
+Files = dict[str, FileDigest]
 
 INDEX = "tensors.json"
+SEEN = 30.0
+"""Seconds within which other ranks' files must become visible to rank 0; network file systems lag."""
 _PIECE_BYTES = 1 << 24
 
 DTYPE_CODES = {
@@ -66,198 +67,237 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Location of one piece. DCP carries it from the rank that wrote it to the coordinator, which writes the index."""
+class Piece:
+    """A box of the tensor `name`, to be written. whole: shape of the tensor. load: returns the box's elements."""
 
-    file: str
-    key: str
-    digest: FileDigest
-    """Of the whole file."""
+    name: str
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return self.name if self.shape == self.whole else f"{self.name}@{','.join(map(str, self.offsets))}"
 
 
-def _piece(item: WriteItem) -> tuple[torch.dtype, ChunkStorageMetadata, torch.Size]:
-    """Return dtype, box and whole shape of what `item` writes."""
-    if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is not a tensor: only tensors go through DCP, the rest goes to JSON")
-    return item.tensor_data.properties.dtype, item.tensor_data.chunk, item.tensor_data.size
+def write_pieces(path: Path, pieces: Sequence[Piece]) -> tuple[Index, Files]:
+    """Write a file of pieces; none if there are no pieces. Returns its part of the index, and its digest by its name.
+    The bytes are on the disk when this returns."""
+    index: Index = {}
+    for piece in pieces:
+        if piece.dtype not in DTYPE_CODES:
+            raise TypeError(f"{piece.name} is {piece.dtype}, which cannot be saved: convert it")
+        tensor = {"dtype": DTYPE_CODES[piece.dtype], "shape": list(piece.whole), "pieces": []}
+        where = {"offsets": list(piece.offsets), "shape": list(piece.shape), "file": path.name, "key": piece.key}
+        index.setdefault(piece.name, tensor)["pieces"].append(where)
+    if not pieces:
+        return index, {}
+    # Large items first keep every tensor aligned to its item size, as safetensors recommends.
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))
+    header: dict[str, dict[str, Any]] = {}
+    position = 0
+    for piece in ordered:
+        end = position + prod(piece.shape) * piece.dtype.itemsize
+        code, shape = DTYPE_CODES[piece.dtype], list(piece.shape)
+        header[piece.key] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    assert len(header) == len(pieces), "two pieces of one rank have the same key"
+    return index, {path.name: _write(path, header, ordered)}
 
 
-class SafetensorsWriter(StorageWriter):
-    """DCP's writer: each rank writes its pieces into `folder`, which must exist; the coordinator then writes the index.
+def _write(path: Path, header: Mapping[str, Any], pieces: Iterable[Piece]) -> FileDigest:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file:
 
-    After `torch.distributed.checkpoint.save`, `files` on the coordinator holds every file written, for the manifest.
+        def put(data: bytes | memoryview) -> None:
+            file.write(data)
+            sha256.update(data)
+
+        put(struct.pack("<Q", len(text)))
+        put(text)
+        for piece in pieces:
+            box = piece.load().detach().cpu().reshape(piece.shape).contiguous()
+            data = box.view(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _PIECE_BYTES):
+                put(data[start : start + _PIECE_BYTES])
+        file.flush()
+        os.fsync(file.fileno())
+        return FileDigest(file.tell(), sha256.hexdigest())
+
+
+def finish(folder: Path, written: Iterable[tuple[Index, Files]], text: str) -> Files:
+    """Complete a folder in which all files of pieces are: index, state (`text`), manifest. Returns all files' digests.
+
+    written: what `write_pieces` returned for each file. Waits until files of other ranks are visible here.
+    """
+    index: Index = {}
+    files: Files = {}
+    for tensors, digests in written:
+        files |= digests
+        for name, tensor in tensors.items():
+            index.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
+    for name, tensor in index.items():
+        covered = sum(prod(piece["shape"]) for piece in tensor["pieces"])
+        assert covered == prod(tensor["shape"]), f"{name}: the ranks' pieces do not add up to the tensor"
+    files[INDEX] = write_file(folder / INDEX, json.dumps(index))
+    files[STATE] = write_file(folder / STATE, text)
+    for name, digest in files.items():
+        _see(folder / name, digest)
+    write_manifest(folder, files)
+    return files
+
+
+def _see(path: Path, digest: FileDigest) -> None:
+    """Raise OSError unless this rank sees the file in its full size."""
+    deadline = time.monotonic() + SEEN
+    while not path.is_file() or path.stat().st_size != digest.bytes:
+        if time.monotonic() > deadline:
+            why = f"{path.name} was written by another rank and is not in {path.parent}"
+            raise OSError(f"{why}; all nodes need run.dir on a file system that they share")
+        time.sleep(0.1)
+
+
+def save_parts(
+    temporary: Path, path: Path, parts: Mapping[str, ShardView], text: str, group: "ProcessGroup | None" = None
+) -> Files | None:
+    """Write these parts of this rank, by name, into `temporary`, which becomes `path` when it is a complete checkpoint.
+    text: the state as JSON. Returns, on rank 0, the digests of all files.
+
+    group: of all ranks that save; None: this one alone. Raises errors as `_coordinate` does.
+    """
+    rank = 0 if group is None else group.rank()
+    pieces = [
+        Piece(name, part.data.dtype, part.shape, part.offsets, part.data.shape, lambda part=part: part.data)
+        for name, part in parts.items()
+    ]
+
+    def create(_: list[None]) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def complete(written: list[tuple[Index, Files]]) -> Files:
+        files = finish(temporary, written, text)
+        temporary.rename(path)
+        sync_folder(path.parent)
+        return files
+
+    _coordinate(group, lambda: None, create)
+    return _coordinate(group, lambda: write_pieces(temporary / f"rank{rank:05d}.safetensors", pieces), complete)
+
+
+def _coordinate(group: "ProcessGroup | None", each: Callable[[], T], first: Callable[[list[T]], U]) -> U | None:
+    """Run `each` on every rank, then `first` with their results on rank 0, and return what that returns (None on other
+    ranks). A collective.
+
+    Raises errors of any rank on all ranks: OSError names the rank; other errors are raised as they are on their rank,
+    and as DistError on the others.
+    """
+    if group is None:
+        return first([each()])
+    import torch.distributed as dist
+
+    rank, mine = group.rank(), _attempt(each)
+    results: list[Any] | None = [None] * group.size() if rank == 0 else None
+    dist.gather_object(mine, results, group=group, group_dst=0)
+    failed: dict[int, Exception] = {}
+    answer: Any = None
+    if results is not None:
+        failed = {number: result for number, result in enumerate(results) if isinstance(result, Exception)}
+        answer = None if failed else _attempt(lambda: first(results))
+        if isinstance(answer, Exception):
+            failed[0] = answer
+    box = [failed]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    for number, error in box[0].items():
+        if isinstance(error, OSError):
+            raise OSError(f"rank {number}: {error.strerror or error}") from error
+        if rank in box[0]:
+            raise box[0][rank]
+        raise dist.DistError(f"rank {number} could not save: {error}") from error
+    return cast(U | None, answer)
+
+
+def _attempt(work: Callable[[], T]) -> T | Exception:
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
+class SavedTensors:
+    """The tensors of a checkpoint, whichever ranks wrote them. Does not verify it.
+
+    Files are mapped into memory while their boxes are copied out, and only then: the process holds only what it read.
+    (An open mapping would count as the process's memory, page by page, until it holds the file.)
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file_name = ""
-        self.files: dict[str, FileDigest] = {}
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint
+        self._index: Index = json.loads((checkpoint / INDEX).read_text())
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """Take this rank; DCP calls it."""
-        self.file_name = f"rank{rank:05d}.safetensors"
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces. Their bytes are on the disk when this returns."""
-        written: Future[list[WriteResult]] = Future()
-        # Large items first keep every tensor aligned to its item size, as safetensors recommends.
-        items = sorted(plan.items, key=lambda item: (-_piece(item)[0].itemsize, item.index.fqn))
-        if not items:
-            written.set_result([])
-            return written
-        header: dict[str, dict[str, Any]] = {}
-        keys: list[str] = []
-        position = 0
-        for item in items:
-            dtype, box, whole = _piece(item)
-            if dtype not in DTYPE_CODES:
-                raise TypeError(f"{item.index.fqn} is {dtype}, which cannot be saved: convert it")
-            name = item.index.fqn
-            key = name if box.sizes == whole else f"{name}@{','.join(map(str, box.offsets))}"
-            size = prod(box.sizes) * dtype.itemsize
-            header[key] = {
-                "dtype": DTYPE_CODES[dtype],
-                "shape": list(box.sizes),
-                "data_offsets": [position, position + size],
-            }
-            keys.append(key)
-            position += size
-        assert len(header) == len(items), "two pieces of one rank have the same key"
-        digest = self._write_file(header, items, planner)
-        written.set_result(
-            [
-                WriteResult(
-                    index=item.index, size_in_bytes=digest.bytes, storage_data=Stored(self.file_name, key, digest)
-                )
-                for item, key in zip(items, keys, strict=True)
-            ]
-        )
-        return written
+    def names(self, branch: str = "") -> list[str]:
+        """Return names of the tensors; those in a branch of the state, without the branch."""
+        stem = f"{branch}/" if branch else ""
+        return [name.removeprefix(stem) for name in self._index if name.startswith(stem)]
 
-    def _write_file(
-        self, header: dict[str, dict[str, Any]], items: list[WriteItem], planner: SavePlanner
-    ) -> FileDigest:
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        sha256 = hashlib.sha256()
-        size = 0
-        with (self.folder / self.file_name).open("wb") as file:
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return torch.Size(self._index[name]["shape"])
 
-            def put(data: bytes | memoryview) -> None:
-                nonlocal size
-                file.write(data)
-                sha256.update(data)
-                size += len(data)
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._index[name]["dtype"]]
 
-            put(struct.pack("<Q", len(text)))
-            put(text)
-            for item in items:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)
-                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                for start in range(0, len(data), _PIECE_BYTES):
-                    put(data[start : start + _PIECE_BYTES])
-            file.flush()
-            os.fsync(file.fileno())
-        return FileDigest(size, sha256.hexdigest())
+    def read(self, name: str) -> Tensor:
+        """Read the whole tensor."""
+        shape = self.shape(name)
+        return self._box(name, [0] * len(shape), shape)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write the index of all ranks' pieces."""
-        stored: dict[MetadataIndex, Stored] = {result.index: result.storage_data for rank in results for result in rank}
-        index: dict[str, dict[str, Any]] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            pieces = []
-            for box in tensor.chunks:
-                where = stored[MetadataIndex(name, box.offsets)]
-                pieces.append(
-                    {"offsets": list(box.offsets), "shape": list(box.sizes), "file": where.file, "key": where.key}
-                )
-            index[name] = {
-                "dtype": DTYPE_CODES[tensor.properties.dtype],
-                "shape": list(tensor.size),
-                "pieces": pieces,
-            }
-        self.files = {where.file: where.digest for where in stored.values()}
-        self.files[INDEX] = write_file(self.folder / INDEX, json.dumps(index))
+    def rows(self, name: str, expert: int | None, rows: slice) -> Tensor:
+        """Read some rows of a tensor, or of the matrix of one expert in a stack."""
+        shape, count = self.shape(name), rows.stop - rows.start
+        if expert is None:
+            return self._box(name, [rows.start, *(0 for _ in shape[1:])], [count, *shape[1:]])
+        return self._box(name, [expert, rows.start, 0], [1, count, shape[2]])[0]
 
-    # The rest of DCP's interface does nothing here.
+    def _box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        box = torch.empty(*sizes, dtype=self.dtype(name)) if sizes else torch.empty((), dtype=self.dtype(name))
+        self.fill({name: ShardView(box, self.shape(name), tuple(offsets))})
+        return box
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
+    @torch.no_grad()
+    def fill(self, parts: Mapping[str, ShardView]) -> None:
+        """Fill these parts by name from the pieces that overlap them, converted to the dtypes of the parts."""
+        for file_name, copies in self.plan(parts).items():
+            with safe_open(self._folder / file_name, framework="pt") as file:
+                for key, box, target in copies:
+                    target.copy_(file.get_tensor(key)[box])
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return Path(checkpoint_id).is_dir()
-
-
-class SafetensorsReader(StorageReader):
-    """DCP's reader for files of SafetensorsWriter: fills existing tensors in place, whatever their sharding.
-
-    A tensor must have the saved dtype: a silent conversion would not be a resume.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.where: Mapping[MetadataIndex, dict[str, Any]] = {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as DCP metadata."""
-        index = json.loads((self.folder / INDEX).read_text())
-        tensors: dict[str, Any] = {}
-        where: dict[MetadataIndex, dict[str, Any]] = {}
-        for name, tensor in index.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(piece["offsets"]), torch.Size(piece["shape"]))
-                for piece in tensor["pieces"]
-            ]
-            properties = TensorProperties(dtype=_DTYPES[tensor["dtype"]])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), boxes)
-            where.update(
-                {MetadataIndex(name, box.offsets): piece for box, piece in zip(boxes, tensor["pieces"], strict=True)}
-            )
-        return Metadata(state_dict_metadata=tensors, storage_data=where)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.where = metadata.storage_data
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned boxes into the caller's tensors; files are memory-mapped, so only those boxes are read."""
-        per_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            per_file[self.where[item.storage_index]["file"]].append(item)
-        for name, items in per_file.items():
-            with safe_open(self.folder / name, framework="pt") as file:
-                for item in items:
-                    saved = file.get_tensor(self.where[item.storage_index]["key"])
-                    box = tuple(
-                        slice(start, start + length)
-                        for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+    def plan(self, parts: Mapping[str, ShardView]) -> dict[str, list[tuple[str, tuple[slice, ...], Tensor]]]:
+        """Return the copies that fill these parts, by file: key of a piece, box of it, target."""
+        copies = defaultdict(list)
+        for name, part in parts.items():
+            missing = part.data.numel()
+            for piece in self._index[name]["pieces"] if missing else ():
+                sides = zip(part.offsets, part.data.shape, piece["offsets"], piece["shape"], strict=True)
+                common = [(max(o, p), min(o + n, p + m)) for o, n, p, m in sides]
+                if any(start >= stop for start, stop in common):
+                    continue
+                here, there = (
+                    tuple(
+                        slice(start - origin, stop - origin)
+                        for (start, stop), origin in zip(common, origins, strict=True)
                     )
-                    target = planner.resolve_tensor(item).detach()
-                    if target.dtype != saved.dtype:
-                        raise TypeError(
-                            f"{item.storage_index.fqn} was saved as {saved.dtype} and is to be read as {target.dtype}"
-                        )
-                    target.copy_(saved[box])
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return (Path(checkpoint_id) / INDEX).is_file()
+                    for origins in (part.offsets, piece["offsets"])
+                )
+                copies[piece["file"]].append((piece["key"], there, part.data[here]))
+                missing -= prod(stop - start for start, stop in common)
+            assert missing == 0, f"{name}: pieces in {INDEX} do not cover it"
+        return copies

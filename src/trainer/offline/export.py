@@ -14,12 +14,12 @@ from models.config import RouterScoring
 from precision import PrecisionConfig
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, read_meta
+from trainer.checkpoint.storage import SavedTensors
 from trainer.config.data import TOKENIZER
 from trainer.files import check_new
 from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TokenizerSource
-from trainer.offline.row_reader import SavedTensors
 from trainer.offline.saved_model import check_tokenizer, config_at, given_folder
 from trainer.run.names import CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends

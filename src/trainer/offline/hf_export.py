@@ -29,11 +29,11 @@ from torch import Tensor
 from models import ModelConfig
 from models.hf import Matrix, matrices, mtp_copies, shapes, to_hf_config
 from precision.errors import UserError
-from trainer.checkpoint.storage import DTYPE_CODES
+from trainer.checkpoint.storage import DTYPE_CODES, SavedTensors
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, Quantizer, grid_shape, listed
 from trainer.offline.hf_tokenizer import TokenizerSource, write_json
-from trainer.offline.row_reader import HF_INDEX, TILE, SavedTensors, row_steps
+from trainer.offline.row_reader import HF_INDEX, TILE, row_steps
 
 
 class ExportFormat(Enum):

@@ -37,7 +37,8 @@ from precision.formats import E4M3, saturating_cast, spread
 from precision.rows import TE
 from precision.scaling import absolute_max, scale_from_amax
 from trainer.checkpoint.reading import STATE
-from trainer.offline.row_reader import TILE, SavedTensors, row_steps
+from trainer.checkpoint.storage import SavedTensors
+from trainer.offline.row_reader import TILE, row_steps
 
 SCALE_SUFFIX = "_scale_inv"
 SCALES = "fp8_scale_inv"

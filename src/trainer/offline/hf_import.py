@@ -27,25 +27,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from models import ModelConfig
 from models.config import plain_model
 from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
 from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
-from trainer.checkpoint.manifest import write_file, write_manifest
-from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.state_tree import split
-from trainer.checkpoint.storage import SafetensorsWriter
+from trainer.checkpoint.storage import Piece, finish, write_pieces
 from trainer.config.data import TOKENIZER
 from trainer.config.paths import as_typed
 from trainer.files import check_new, new_folder
@@ -221,31 +210,8 @@ def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
     return found
 
 
-class _Pieces(DefaultSavePlanner):
-    """Passes each piece to the writer when its turn comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items: list[WriteItem] = []
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        self._load: dict[MetadataIndex, partial[Tensor]] = {}
-
-    def add(self, name: str, shape: tuple[int, ...], box: ChunkStorageMetadata, load: partial[Tensor]) -> None:
-        """Add a piece of the FP32 tensor `name`; load() returns it."""
-        index = MetadataIndex(name, box.offsets)
-        properties, whole = TensorProperties(dtype=torch.float32), torch.Size(shape)
-        self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, whole)))
-        self.tensors.setdefault(name, TensorStorageMetadata(properties, whole, [])).chunks.append(box)
-        self._load[index] = load
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Read and return the piece."""
-        assert write_item.tensor_data is not None
-        return self._load[write_item.index]().reshape(write_item.tensor_data.chunk.sizes)
-
-
 def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[str]) -> None:
-    pieces = _Pieces()
+    pieces: list[Piece] = []
     known = shapes(model)
     for matrix in matrices(model):
         shape = known[matrix.name]
@@ -253,27 +219,22 @@ def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[
         above = [] if matrix.expert is None else [matrix.expert]
         for i, name in enumerate(matrix.hf_names):
             for rows in row_steps(height, prod(width)):
-                offsets = [*above, i * height + rows.start, *(0 for _ in width)]
-                sizes = [*(1 for _ in above), rows.stop - rows.start, *width]
-                box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                pieces.add(f"model/{matrix.name}", shape, box, partial(_rows, folder, name, rows))
+                offsets = *above, i * height + rows.start, *(0 for _ in width)
+                sizes = *(1 for _ in above), rows.stop - rows.start, *width
+                load = partial(_rows, folder, name, rows)
+                pieces.append(Piece(f"model/{matrix.name}", torch.float32, shape, offsets, sizes, load))
     state: dict[str, Any] = {"model": {name: torch.empty(shape, device="meta") for name, shape in known.items()}}
     if scaled:
         state[SCALES] = {}
     for name in scaled:
         shape = grid_shape((folder.shape(name)[0], folder.shape(name)[1]))
-        box = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size(shape))
-        pieces.add(f"{SCALES}/{name}", shape, box, partial(_scales, folder, name))
+        load = partial(_scales, folder, name)
+        pieces.append(Piece(f"{SCALES}/{name}", torch.float32, shape, (0, 0), shape, load))
         state[SCALES][name] = torch.empty(shape, device="meta")
 
-    writer = SafetensorsWriter(checkpoint)
-    writer.set_up_storage_writer(is_coordinator=True)
-    written = writer.write_data(SavePlan(pieces.items), pieces).wait()
-    writer.finish(Metadata(state_dict_metadata=dict(pieces.tensors)), [written])
     meta = {"model": plain_model(model), "precision": "fp32", "source": str(folder.folder)}
     text = json.dumps({"step": 0, "meta": meta, "state": split(state)[0]}, indent=1)
-    writer.files[STATE] = write_file(checkpoint / STATE, text)
-    write_manifest(checkpoint, writer.files)
+    finish(checkpoint, [write_pieces(checkpoint / "rank00000.safetensors", pieces)], text)
 
 
 def _scales(folder: HfFolder, name: str) -> Tensor:

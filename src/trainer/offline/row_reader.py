@@ -1,4 +1,4 @@
-"""Reads tensors a few rows at a time, from a checkpoint or a Hugging Face folder, so that a model may exceed memory.
+"""Reads tensors a few rows at a time from a Hugging Face folder, so that a model may exceed memory.
 
 A file is mapped into memory, the rows are copied out, and the mapping is closed again: the process holds only the
 current rows. (An open mapping would count as the process's memory, page by page, until it holds the file.)
@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from precision.errors import UserError
-from trainer.checkpoint.storage import INDEX
 
 STEP_BYTES = 1 << 26
 """Bytes of FP32 rows that are processed at a time."""
@@ -32,59 +30,6 @@ def row_steps(rows: int, columns: int) -> Iterator[slice]:
     """Yield ranges of rows that cover a matrix [rows, columns], about STEP_BYTES of FP32 each."""
     step = max(STEP_BYTES // (4 * max(columns, 1)) // TILE, 1) * TILE
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-class SavedTensors:
-    """The tensors of a checkpoint, whichever ranks wrote them. Does not verify it."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._folder = checkpoint
-        self._index: dict[str, dict[str, Any]] = json.loads((checkpoint / INDEX).read_text())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._index
-
-    def names(self, branch: str) -> list[str]:
-        """Return names of the tensors in a branch of the state, without the branch."""
-        return [name.removeprefix(f"{branch}/") for name in self._index if name.startswith(f"{branch}/")]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return tuple(self._index[name]["shape"])
-
-    def read(self, name: str) -> Tensor:
-        """Read the whole tensor."""
-        return self._read(name, [slice(0, size) for size in self.shape(name)])
-
-    def rows(self, name: str, expert: int | None, rows: slice) -> Tensor:
-        """Read some rows of a tensor, or of the matrix of one expert in a stack."""
-        shape = self.shape(name)
-        if expert is None:
-            return self._read(name, [rows, *(slice(0, size) for size in shape[1:])])
-        return self._read(name, [slice(expert, expert + 1), rows, slice(0, shape[2])])[0]
-
-    def _read(self, name: str, box: list[slice]) -> Tensor:
-        """Assemble the box from the pieces that overlap it."""
-        target: Tensor | None = None
-        filled = 0
-        for piece in self._index[name]["pieces"]:
-            common = [
-                slice(max(wanted.start, start), min(wanted.stop, start + size))
-                for wanted, start, size in zip(box, piece["offsets"], piece["shape"], strict=True)
-            ]
-            if any(part.start >= part.stop for part in common):
-                continue
-            there = [slice(c.start - o, c.stop - o) for c, o in zip(common, piece["offsets"], strict=True)]
-            here = [slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, box, strict=True)]
-            with safe_open(self._folder / piece["file"], framework="pt") as file:
-                found = file.get_slice(piece["key"])[tuple(there)] if there else file.get_tensor(piece["key"])
-                if target is None:
-                    target = torch.empty([wanted.stop - wanted.start for wanted in box], dtype=found.dtype)
-                target[tuple(here)] = found
-                filled += found.numel()
-                del found  # it keeps the file mapped
-        assert target is not None and filled == target.numel(), f"{name}: pieces in {INDEX} do not cover it"
-        return target
 
 
 class HfFolder:

@@ -31,6 +31,7 @@ from trainer.checkpoint import (
     read_meta,
 )
 from trainer.checkpoint.manifest import STATE, verify
+from trainer.checkpoint.storage import SavedTensors
 from trainer.config import RECIPE, Config, load
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import Segment, Timeline
@@ -39,7 +40,6 @@ from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id, file_hash
 from trainer.forecast.check_values import check_sizes
 from trainer.launch.device import pick_device, tune_host
-from trainer.offline.row_reader import SavedTensors
 from trainer.run.names import CHECKPOINTS, CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends
 

@@ -11,10 +11,10 @@ from models.config import plain_model
 from models.hf import matrices
 from precision import GroupedLinear, Linear, refresh_weights
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.storage import SavedTensors
 from trainer.config import Config
 from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import RunQuantizer
-from trainer.offline.row_reader import SavedTensors
 from trainer.step.engine import Engine
 from trainer.step.train_step import train_step
 

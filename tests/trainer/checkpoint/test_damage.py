@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint import Checkpointer, DamagedCheckpoint, newest_checkpoint, read
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 FILES = ("manifest.json", "rank00000.safetensors", "state.json", "tensors.json")
 
 

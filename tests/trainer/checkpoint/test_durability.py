@@ -14,9 +14,6 @@ import torch
 from trainer.checkpoint import Checkpointer
 from trainer.files import new_folder, replace_file
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 class Disk:
     """What a power cut would leave: by inode, the size that a file had, or the names that a folder had, when synced."""

@@ -9,9 +9,6 @@ import torch
 
 from trainer.checkpoint import Checkpointer, CheckpointError, list_checkpoints
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     checkpointer: Checkpointer, folder: Path, events: Any

@@ -9,9 +9,6 @@ import torch
 from trainer.checkpoint import Checkpointer, DamagedCheckpoint, newest_checkpoint, read, set_aside_after
 from trainer.checkpoint.folder import delete_checkpoint, delete_leftovers
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def quiet(kind: str, step: int, message: str, **what: Any) -> None:
     """Ignores the event."""

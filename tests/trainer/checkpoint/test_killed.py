@@ -7,13 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from trainer.checkpoint import Checkpointer, list_checkpoints, newest_checkpoint, read
-
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 KILLS = """
 import os, random, signal, sys, time

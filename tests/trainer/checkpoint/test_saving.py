@@ -21,9 +21,6 @@ from trainer.checkpoint import (
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import DTYPE_CODES
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 FILES = ("manifest.json", "rank00000.safetensors", "state.json", "tensors.json")
 
 

@@ -13,9 +13,8 @@ from models import DeepSeek, ModelConfig
 from models.hf import Matrix, matrices, shapes
 from precision import GroupedLinear, Linear, Plan, PrecisionConfig, bind
 from precision.config import BackendChoice, RulesException
-from trainer.checkpoint.storage import DTYPE_CODES
+from trainer.checkpoint.storage import DTYPE_CODES, SavedTensors
 from trainer.offline.hf_fp8 import RunQuantizer, dequantize, listed
-from trainer.offline.row_reader import SavedTensors
 
 MODEL = ModelConfig(
     vocab_size=128, hidden_size=128, num_layers=2, num_heads=2, kv_lora_rank=128, qk_nope_head_dim=32,

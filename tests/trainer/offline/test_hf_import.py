@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.config import plain_model
 from models.hf import shapes
 from precision.formats import spread
-from trainer.checkpoint import ShardView, read
-from trainer.checkpoint.dcp import ShardSavePlanner
-from trainer.checkpoint.manifest import write_file, write_manifest
+from trainer.checkpoint import read
 from trainer.checkpoint.state_tree import split
-from trainer.checkpoint.storage import SafetensorsWriter
+from trainer.checkpoint.storage import Piece, SavedTensors, finish, write_pieces
 from trainer.config import load
 from trainer.launch.composition import compose
 from trainer.offline import row_reader
@@ -34,7 +32,6 @@ from trainer.offline.export import export_run
 from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape
 from trainer.offline.hf_import import import_hf
-from trainer.offline.row_reader import SavedTensors
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
@@ -59,27 +56,17 @@ def weights(model: ModelConfig) -> dict[str, Tensor]:
 def saved(path: Path, model: ModelConfig, state: dict[str, Tensor], ranks: int = 1) -> Path:
     """A checkpoint of these weights, rows of each spread over so many ranks."""
     path.mkdir(parents=True)
-    results, files, tensors = [], {}, dict[str, TensorStorageMetadata]()
+    written = []
     for rank in range(ranks):
-        parts = {}
+        pieces = []
         for name, tensor in state.items():
-            edges = [tensor.shape[0] * r // ranks for r in (rank, rank + 1)]
-            offsets = (edges[0], *(0 for _ in tensor.shape[1:]))
-            parts[f"model/{name}"] = ShardView(tensor[edges[0] : edges[1]], tensor.shape, offsets)
-        planner = ShardSavePlanner()
-        planner.set_up_planner(parts)
-        writer = SafetensorsWriter(path)
-        writer.set_up_storage_writer(rank == 0, rank=rank)
-        results.append(writer.write_data(planner.create_local_plan(), planner).wait())
-        for item in planner.plan.items:
-            assert item.tensor_data is not None
-            whole = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, [])
-            tensors.setdefault(item.index.fqn, whole).chunks.append(item.tensor_data.chunk)
-    writer.finish(Metadata(state_dict_metadata=dict(tensors)), results)
-    files = writer.files
+            begin, end = (tensor.shape[0] * r // ranks for r in (rank, rank + 1))
+            offsets, rows = (begin, *(0 for _ in tensor.shape[1:])), tensor[begin:end]
+            load = partial(tensor.__getitem__, slice(begin, end))
+            pieces.append(Piece(f"model/{name}", tensor.dtype, tensor.shape, offsets, rows.shape, load))
+        written.append(write_pieces(path / f"rank{rank:05d}.safetensors", pieces))
     text = {"step": 5, "meta": {"model": plain_model(model), "precision": "bf16"}, "state": split({"model": state})[0]}
-    files["state.json"] = write_file(path / "state.json", json.dumps(text))
-    write_manifest(path, files)
+    finish(path, written, json.dumps(text))
     return path
 
 

@@ -14,9 +14,6 @@ from trainer.run.names import CHECKPOINTS, EVENTS, METRICS, TENSORS
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def test_a_line_half_written_at_the_kill_is_dropped(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(200,), lines=(100, 200))

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from run_folders import save, snapshot
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.mark.parametrize("resume", ["auto", "path"])
 def test_two_processes_cannot_train_in_one_folder(runs: Path, opened: Any, resume: str) -> None:

@@ -29,9 +29,6 @@ from trainer.run.names import CHECKPOINTS, EVENTS, METRICS
 from trainer.run.resume_source import check_origin, check_resumable, identity
 from trainer.run.run_folder import RunFolder, check_shared, find_checkpoint, saved_backends
 
-# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
