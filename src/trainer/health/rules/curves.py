@@ -123,6 +123,8 @@ class LossRise(Rule):
 class _Shadow(Rule):
     """A rule that needs two shadows in a row: one microbatch may be odd."""
 
+    above: bool
+
     def __init__(self, threshold: float):
         self._threshold, self._past = threshold, History(2)
 
@@ -131,14 +133,12 @@ class _Shadow(Rule):
         if value is None:
             return None
         self._past.add(step, value)
-        if len(self._past) < 2 or not all(self._is_wrong(past) for past in self._past.values):
+        at, past = self._threshold, self._past.values
+        if len(past) < 2 or not all(value > at if self.above else value < at for value in past):
             return []
         return [self._alert(step, value, metrics, tensors)]
 
     def _value(self, metrics: Entry) -> float | None:
-        raise NotImplementedError
-
-    def _is_wrong(self, value: float) -> bool:
         raise NotImplementedError
 
     def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
@@ -148,14 +148,11 @@ class _Shadow(Rule):
 class ShadowLossGap(_Shadow):
     """The loss in FP8 is above the loss in BF16 by this share of it. Being below is harmless."""
 
-    name = "shadow_loss_gap"
+    name, above = "shadow_loss_gap", True
 
     def _value(self, metrics: Entry) -> float | None:
         gap, loss = number(metrics, "shadow/loss_gap"), number(metrics, "loss/lm")
         return None if gap is None or loss is None or loss <= 0 else gap / loss
-
-    def _is_wrong(self, value: float) -> bool:
-        return value > self._threshold
 
     def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
         message = (
@@ -169,13 +166,10 @@ class ShadowLossGap(_Shadow):
 class ShadowCosine(_Shadow):
     """The gradient of some module deviates from its direction in BF16."""
 
-    name = "shadow_cosine"
+    name, above = "shadow_cosine", False
 
     def _value(self, metrics: Entry) -> float | None:
         return number(metrics, "shadow/cosine_worst")
-
-    def _is_wrong(self, value: float) -> bool:
-        return value < self._threshold
 
     def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
         module = None

@@ -17,6 +17,8 @@ class _ScaleJump(Rule):
 
     LINES, RECENT, FEWEST = 50, 5, 20
     falls: bool
+    does: str
+    advice: str
 
     def __init__(self, times: float):
         self._times = times
@@ -44,62 +46,69 @@ class _ScaleJump(Rule):
         return [self._alert(step, step - since, names[i], 2.0 ** fell[i], scales[i], amaxes[i]) for i in worst]
 
     def _alert(self, step: int, steps: int, name: str, times: float, scale: float, amax: float) -> Alert:
-        how = self._words(name, times, steps, f"scale {scale:.3g}, amax {amax:.3g}")
-        return Alert(self.name, step, how, times, self._times, tensor=name)
-
-    def _words(self, name: str, times: float, steps: int, now: str) -> str:
-        raise NotImplementedError
+        message = (
+            f"scale of {name} {self.does} {times:.3g}-fold in {steps} steps (scale {scale:.3g}, amax {amax:.3g}): "
+            f"{self.advice}, or keep this tensor in BF16 (precision.rules.exceptions)"
+        )
+        return Alert(self.name, step, message, times, self._times, tensor=name)
 
 
 class ScaleDrop(_ScaleJump):
     """The amax explodes."""
 
-    name, falls = "scale_drop", True
-
-    def _words(self, name: str, times: float, steps: int, now: str) -> str:
-        return (
-            f"scale of {name} fell {times:.3g}-fold in {steps} steps ({now}): NaN may follow; "
-            "lower optim.lr, or keep this tensor in BF16 (precision.rules.exceptions)"
-        )
+    name, falls, does = "scale_drop", True, "fell"
+    advice = "NaN may follow; lower optim.lr"
 
 
 class ScaleRise(_ScaleJump):
     """The amax collapses."""
 
-    name, falls = "scale_rise", False
-
-    def _words(self, name: str, times: float, steps: int, now: str) -> str:
-        return (
-            f"scale of {name} rose {times:.3g}-fold in {steps} steps ({now}): its values collapse and may underflow; "
-            "look at its block's gradients, or keep this tensor in BF16 (precision.rules.exceptions)"
-        )
+    name, falls, does = "scale_rise", False, "rose"
+    advice = "its values collapse and may underflow; look at its block's gradients"
 
 
-class _CastShare(Rule):
-    """A cast loses a share of a tensor's elements in two consecutive sampled steps. A run's first steps do not count:
-    scales have no history yet and values move fast. helps: whether `recipe` has scales that the run does not have."""
+class _Twice(Rule):
+    """A tensor or block is above the threshold in two consecutive sampled steps, of which the first is after `SETTLED`
+    steps. Without tensors.jsonl, the worst one, whose name is unknown."""
+
+    SETTLED = 0
+    group: str
+    key: str
+    worst: str
+
+    def __init__(self, threshold: float):
+        self._threshold = threshold
+        self._before: set[str] = set()
+
+    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        names, values = _rows(tensors, self.group, self.key)
+        if not names:
+            worst = number(metrics, self.worst)
+            if worst is None:
+                return None
+            names, values = [""], [worst]
+        found = {name: value for name, value in zip(names, values, strict=True) if value > self._threshold}
+        again = self._before & found.keys()
+        self._before = set(found) if step > self.SETTLED else set()
+        return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
+
+    def _alert(self, step: int, name: str, value: float) -> Alert:
+        raise NotImplementedError
+
+
+class _CastShare(_Twice):
+    """A cast loses a share of a tensor's elements. A run's first steps do not count: scales have no history yet and
+    values move fast. helps: whether `recipe` has scales that the run does not have."""
 
     SETTLED = 100
-    key: str
+    group = "fp8"
     does: str
     reason: str
     recipe: str
 
     def __init__(self, share: float, helps: bool):
-        self._share, self._helps = share, helps
-        self._before: set[str] = set()
-
-    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        names, shares = _rows(tensors, "fp8", self.key)
-        if not names:
-            worst = number(metrics, f"fp8/{self.key}_worst")
-            if worst is None:
-                return None
-            names, shares = [""], [worst]
-        found = {name: share for name, share in zip(names, shares, strict=True) if share > self._share}
-        again = self._before & found.keys()
-        self._before = set(found) if step > self.SETTLED else set()
-        return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
+        super().__init__(share)
+        self._helps = helps
 
     def _helps_with(self, name: str) -> bool:
         return self._helps
@@ -108,16 +117,17 @@ class _CastShare(Rule):
         which = f"of {name}" if name else "of a tensor in FP8"
         other = f"{self.recipe}, or " if self._helps_with(name) else ""
         message = (
-            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.reason}: "
+            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._threshold:g}); {self.reason}: "
             f"{other}keep this tensor in BF16 (precision.rules.exceptions)"
         )
-        return Alert(self.name, step, message, share, self._share, tensor=name or None)
+        return Alert(self.name, step, message, share, self._threshold, tensor=name or None)
 
 
 class Saturated(_CastShare):
     """Elements are clipped at the format's largest value: the scale lags behind the amax."""
 
     name = key = "saturated"
+    worst = "fp8/saturated_worst"
     does = "is clipped in its cast to FP8"
     reason, recipe = "its amax grows faster than its scale follows", "use current scaling (+recipe=fp8_jit)"
 
@@ -129,6 +139,7 @@ class Underflown(_CastShare):
     """Elements become zero: a few large values hold the scale down."""
 
     name = key = "underflown"
+    worst = "fp8/underflown_worst"
     does = "becomes zero in its cast to FP8"
     reason, recipe = "a few large values hold its scale down", "use finer scales (+recipe=fp8_block)"
 
@@ -139,26 +150,10 @@ class Underflown(_CastShare):
         return self._helps and ".attn.core" not in name  # one scale a tensor in every recipe
 
 
-class MaxLogit(Rule):
-    """Attention logits grow in two consecutive logged lines, as queries and keys do without a norm."""
+class MaxLogit(_Twice):
+    """Attention logits grow, as queries and keys do without a norm."""
 
-    name = "max_logit"
-
-    def __init__(self, threshold: float):
-        self._threshold = threshold
-        self._before: set[str] = set()
-
-    def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        names, tops = _rows(tensors, "blocks", "max_logit")
-        if not names:
-            worst = number(metrics, "act/max_logit")
-            if worst is None:
-                return None
-            names, tops = [""], [worst]
-        found = {name: top for name, top in zip(names, tops, strict=True) if top > self._threshold}
-        again = self._before & found.keys()
-        self._before = set(found)
-        return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
+    name, group, key, worst = "max_logit", "blocks", "max_logit", "act/max_logit"
 
     def _alert(self, step: int, name: str, top: float) -> Alert:
         message = (
@@ -267,6 +262,7 @@ class _Experts(Rule):
     key: str
     row: str
     above: bool
+    words: str
 
     def __init__(self, threshold: float):
         self._threshold = threshold
@@ -292,32 +288,25 @@ class _Experts(Rule):
 
     def _alert(self, step: int, name: str, value: float, steps: int) -> Alert:
         message = (
-            f"{self._words(value, f'of {name}' if name else 'of the worst block')} for {steps} steps "
+            f"{self.words.format(f'of {name}' if name else 'of the worst block', value)} for {steps} steps "
             f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; raise the router bias's speed "
             "(model.router_bias_update_rate) or the balance loss (model.balance_loss_weight)"
         )
         return Alert(self.name, step, message, value, self._threshold, block=name or None)
-
-    def _words(self, value: float, where: str) -> str:
-        raise NotImplementedError
 
 
 class ExpertLoad(_Experts):
     """One expert gets most tokens."""
 
     name, key, row, above = "expert_load", "moe/load_max_over_mean_worst", "load_max_over_mean", True
-
-    def _words(self, value: float, where: str) -> str:
-        return f"the fullest expert {where} gets {value:.3g} times the mean,"
+    words = "the fullest expert {} gets {:.3g} times the mean,"
 
 
 class ExpertEntropy(_Experts):
     """Many experts get almost no tokens."""
 
     name, key, row, above = "expert_entropy", "moe/entropy_worst", "entropy", False
-
-    def _words(self, value: float, where: str) -> str:
-        return f"entropy of the experts' load {where} is {value:.3g} of an even one's"
+    words = "entropy of the experts' load {} is {:.3g} of an even one's"
 
 
 def _rows(tensors: Entry | None, group: str, key: str) -> tuple[list[str], list[float]]:
