@@ -95,22 +95,30 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> tuple[Index, Files]:
         index.setdefault(piece.name, tensor)["pieces"].append(where)
     if not pieces:
         return index, {}
-    # Large items first keep every tensor aligned to its item size, as safetensors recommends.
-    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))
-    header: dict[str, dict[str, Any]] = {}
-    position = 0
-    for piece in ordered:
-        end = position + prod(piece.shape) * piece.dtype.itemsize
-        code, shape = DTYPE_CODES[piece.dtype], list(piece.shape)
-        header[piece.key] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
-        position = end
-    assert len(header) == len(pieces), "two pieces of one rank have the same key"
+    ordered = sorted(pieces, key=lambda piece: piece.name)
+    header, starts = header_of([(piece.key, piece.dtype, piece.shape) for piece in ordered])
+    ordered.sort(key=lambda piece: starts[piece.key])
     return index, {path.name: _write(path, header, ordered)}
 
 
-def _write(path: Path, header: Mapping[str, Any], pieces: Iterable[Piece]) -> FileDigest:
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], more: Mapping[str, Any] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a safetensors file of these tensors, key, dtype and shape, and where each begins behind
+    it. more: other entries of the header."""
+    header, starts, position = dict(more or {}), dict[str, int](), 0
+    # large items first keep every tensor aligned to its item size, as safetensors recommends
+    for key, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
+        assert key not in header, f"two tensors of a file have the name {key}"
+        starts[key], end = position, position + prod(shape) * dtype.itemsize
+        header[key] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, starts
+
+
+def _write(path: Path, header: bytes, pieces: Iterable[Piece]) -> FileDigest:
     sha256 = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -118,8 +126,7 @@ def _write(path: Path, header: Mapping[str, Any], pieces: Iterable[Piece]) -> Fi
             file.write(data)
             sha256.update(data)
 
-        put(struct.pack("<Q", len(text)))
-        put(text)
+        put(header)
         for piece in pieces:
             box = piece.load().detach().cpu().reshape(piece.shape).contiguous()
             data = box.view(-1).view(torch.uint8).numpy().data

@@ -13,9 +13,7 @@ multiplied in FP8 (`hf_fp8`), and BF16 for the rest. Router biases are always FP
 Everything is written into OUT.partial, which is renamed when it is complete.
 """
 
-import json
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,7 +27,7 @@ from torch import Tensor
 from models import ModelConfig
 from models.hf import Matrix, matrices, mtp_copies, shapes, to_hf_config
 from precision.errors import UserError
-from trainer.checkpoint.storage import DTYPE_CODES, SavedTensors
+from trainer.checkpoint.storage import SavedTensors, header_of
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, Quantizer, grid_shape, listed
 from trainer.offline.hf_tokenizer import TokenizerSource, write_json
@@ -238,24 +236,12 @@ class _File:
     """A safetensors file whose tensors come in any order, a few rows at a time (the format: `storage`)."""
 
     def __init__(self, path: Path, entries: list[Entry]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._start: dict[str, int] = {}
-        position = 0
-        for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):  # keeps every tensor aligned
-            header[entry.name] = {
-                "dtype": DTYPE_CODES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [position, position + entry.bytes],
-            }
-            self._start[entry.name] = position
-            position += entry.bytes
-        assert len(header) == len(entries) + 1, "two tensors have the same name"
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._missing = position
-        self._base = 8 + len(text)
+        tensors = [(entry.name, entry.dtype, entry.shape) for entry in entries]
+        header, self._start = header_of(tensors, {"__metadata__": {"format": "pt"}})
+        self._missing = sum(entry.bytes for entry in entries)
+        self._base = len(header)
         self._file = path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.write(header)
 
     def put(self, entry: Entry, first_row: int, rows: Tensor) -> None:
         """Write rows of a tensor, from `first_row` on."""
