@@ -38,8 +38,9 @@ def run() -> None:
     from trainer.config import load
     from trainer.config.data import Source
     from trainer.config.unused_data_keys import without_effect
+    from trainer.data.prepare import prepare
     from trainer.data.prepared import SUMMARY, add_bigram
-    from trainer.data.progress_bars import prepare_with_bars
+    from trainer.data.progress_bars import bars
 
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
     if own.out is not None and len(configs) > 1:
@@ -49,7 +50,8 @@ def run() -> None:
     for config in configs:
         print("".join(f"{line}\n" for line in without_effect(config.data)), end="", flush=True)
         start = time.monotonic()
-        prepared = prepare_with_bars(config.data, config.model.vocab_size, own.out)
+        with bars() as show:
+            prepared = prepare(config.data, config.model.vocab_size, show, own.out)
         print(summary(prepared, time.monotonic() - start))
         if prepared.bigram_loss is None:
             for folder in {shard.path.parent for shard in prepared.shards}:

@@ -281,10 +281,11 @@ def status_bytes(key: str) -> int:
 
 def loading_seconds(config) -> float:
     """Return the median time of one batch from the loader."""
-    from trainer.data import Loader
-    from trainer.data.progress_bars import prepare_with_bars
+    from trainer.data import Loader, prepare
+    from trainer.data.progress_bars import bars
 
-    data = prepare_with_bars(config.data, config.model.vocab_size)
+    with bars() as show:
+        data = prepare(config.data, config.model.vocab_size, show)
     t = config.trainer
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     return statistics.median(measure.clock(loader.next)[0] for _ in range(50))

@@ -8,7 +8,7 @@ or from the checkpoint that the run resumes from.
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from trainer.config.timeline import Timeline, at_peak_memory, with_epochs
 from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
-from trainer.data.progress_bars import find_or_build_with_bars
+from trainer.data.progress_bars import bars
 from trainer.forecast.header import header
 from trainer.forecast.preflight import without_effect
 from trainer.forecast.stages import idle_share
@@ -286,10 +286,10 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
 
 def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
     """Return the data, and on rank 0 the warnings about it."""
-    prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
-    with world.local_rank_0_first(), warnings.catch_warnings(record=True) as found:
+    progress = bars() if config.logging.console.enabled and world.is_first else nullcontext()
+    with world.local_rank_0_first(), warnings.catch_warnings(record=True) as found, progress as show:
         warnings.simplefilter("always")
-        data = prepare_data(config.data, config.model.vocab_size)
+        data = find_or_build(config.data, config.model.vocab_size, show)
     return data, found if world.is_first else []
 
 

@@ -103,34 +103,23 @@ def check_power(power: PowerConfig, gpu: bool) -> None:
         raise UserError("health.power.enabled=true: this run has no GPU to meter; set health.power.enabled=auto")
 
 
+_SHARES = "saturated underflown shadow_cosine expert_entropy throughput_drop memory_full throttled"
+_FACTORS = "grad_norm_spike scale_drop scale_rise expert_load"
+_OTHERS = (
+    "repeat loss_rise loss_plateau kurtosis_power shadow_loss_gap memory_growth straggler "
+    "max_logit allocator_retries gpu_celsius gpu_memory_celsius"
+)
+_RANGES = {
+    "above 0 and up to 1": (0.0, 1.0, _SHARES),
+    "above 1": (1.0, math.inf, _FACTORS),
+    "above 0": (0.0, math.inf, _OTHERS),
+}
+
+
 def check_alerts(alerts: AlertsConfig) -> None:
     """Raise UserError for invalid thresholds."""
-    shares = (
-        "saturated",
-        "underflown",
-        "shadow_cosine",
-        "expert_entropy",
-        "throughput_drop",
-        "memory_full",
-        "throttled",
-    )
-    above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
-    above_zero = (
-        "repeat",
-        "loss_rise",
-        "loss_plateau",
-        "kurtosis_power",
-        "shadow_loss_gap",
-        "memory_growth",
-        "straggler",
-    )
-    above_zero += ("max_logit", "allocator_retries", "gpu_celsius", "gpu_memory_celsius")
-    for keys, low, high, what in (
-        (shares, 0.0, 1.0, "above 0 and up to 1"),
-        (above_one, 1.0, math.inf, "above 1"),
-        (above_zero, 0.0, math.inf, "above 0"),
-    ):
-        for key in keys:
+    for what, (low, high, keys) in _RANGES.items():
+        for key in keys.split():
             value = getattr(alerts, key)
             if value is not None and not (low < value <= high and math.isfinite(value)):
                 raise UserError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")

@@ -72,20 +72,11 @@ def _check_run(run: RunConfig) -> None:
 def check_sizes(config: Config) -> None:
     """Raise UserError for impossible numbers, and for sequences that the model cannot take."""
     t, o, m = config.trainer, config.optim, config.model
-    for key, value in {
-        "trainer.max_steps": 1 if t.max_steps is None else t.max_steps,
-        "trainer.global_batch_size": t.global_batch_size,
-        "trainer.microbatch_size": t.microbatch_size,
-        "trainer.sequence_length": t.sequence_length,
-    }.items():
-        if value < 1:
-            refuse(key, value, "out of range", "set 1 or more")
-    for key, value in {
-        "trainer.seed": t.seed,
-        "eval.sample": config.eval.sample,
-        "checkpoint.keep": config.checkpoint.keep,
-        "optim.weight_decay": o.weight_decay,
-    }.items():
+    for key in ("max_steps", "global_batch_size", "microbatch_size", "sequence_length"):
+        if (value := getattr(t, key)) is not None and value < 1:
+            refuse(f"trainer.{key}", value, "out of range", "set 1 or more")
+    amounts = {"trainer.seed": t.seed, "eval.sample": config.eval.sample, "checkpoint.keep": config.checkpoint.keep}
+    for key, value in {**amounts, "optim.weight_decay": o.weight_decay}.items():
         if not 0 <= value < math.inf:
             refuse(key, value, "out of range", "set 0 or more")
     if config.logging.every == 0:
@@ -175,11 +166,8 @@ def _check_debug(config: Config) -> None:
 
 def _check_recovery(r: RecoveryConfig) -> None:
     s, w = r.spikes, r.rewind
-    for key, value in {
-        "max_consecutive_skips": r.max_consecutive_skips,
-        "rewind.max": w.max,
-        "rewind.margin": w.margin,
-    }.items():
+    counts = {"max_consecutive_skips": r.max_consecutive_skips, "rewind.max": w.max, "rewind.margin": w.margin}
+    for key, value in counts.items():
         if value < 0:
             refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
     if s.window < 2:

@@ -150,18 +150,18 @@ class NonfiniteProbe:
 
 
 def probe_microbatch(
-    engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False, faults: bool = True
+    engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False
 ) -> NonfiniteProbe:
     """Run forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], without effect on the run,
     with the current weights and scales. batch: sequences of a step, of all ranks. A collective if there are several
     ranks.
 
-    keep: keep the tensors, too. faults: inject the fault of `debug.inject` if it is for that step.
+    keep: keep the tensors, too. The fault of `debug.inject` is injected if it is for that step.
     """
     probe = NonfiniteProbe(engine, len(tokens), keep)
     injector = engine.injector
     with without_side_effects(engine):
-        if injector is not None and faults:
+        if injector is not None:
             injector.before(step, microbatch)
         try:
             with probe.watching(tokens.shape[1] - 1):
