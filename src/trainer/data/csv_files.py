@@ -6,7 +6,6 @@ out the blocks reads a file in order, a line at a time. The log names a row by i
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.data import SourceConfig
@@ -15,10 +14,9 @@ from trainer.data.records import (
     BLOCK_BYTES,
     LONGEST_BYTES,
     TOO_LONG,
-    Piece,
+    Rows,
     SkipLog,
     check_column,
-    document,
 )
 
 OPEN = "a quote that is not closed: the rest cannot be read"
@@ -26,24 +24,7 @@ RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
 FIELDS = "more or fewer fields than the header names"
 
 
-@dataclass(frozen=True)
-class RowsRead:
-    """Texts of rows that had to be read already, and the lines that they begin in."""
-
-    values: list[bytes]
-    lines: list[int]
-    label: str
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.values))
-
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        for value, line in zip(self.values, self.lines, strict=True):
-            yield from document(value, self.label, f"line {line}", fraction, log)
-
-
-def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: SkipLog) -> Iterator[RowsRead]:
+def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: SkipLog) -> Iterator[Rows]:
     """Yield the rows of a file, compressed or not, up to the first damage. Raises UserError if it lacks the column."""
     csv.field_size_limit(LONGEST_BYTES)
     values: list[bytes] = []
@@ -63,12 +44,12 @@ def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: Ski
                 lines.append(line)
                 size += len(values[-1])
                 if size >= BLOCK_BYTES:
-                    yield RowsRead(values, lines, label)
+                    yield Rows(values, label, lines, "line")
                     values, lines, size = [], [], 0
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after line {lines[-1] if lines else 1}")
     if values:
-        yield RowsRead(values, lines, label)
+        yield Rows(values, label, lines, "line")
 
 
 def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tuple[int, list[str]]]:

@@ -148,8 +148,9 @@ class Dataset:
         try:
             for table in rows.iter(batch_size=size):
                 values = as_bytes(table.column(0).combine_chunks())
-                yield Rows(values, self._label, done)
-                done += len(values)
+                numbers = range(done, done + len(values))
+                yield Rows(values, self._label, numbers)
+                done = numbers.stop
         except Exception as error:  # of many classes
             reason = (str(error.__cause__ or error).splitlines() or [""])[0][:200]
             log.lost(self._label, f"cannot be read after row {done}: {type(error).__name__}: {reason}")

@@ -258,19 +258,21 @@ def document(text: str | bytes, label: str, where: Place, fraction: float, log: 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts of rows that had to be read already, from row `begin` on. None: a row without text."""
+    """Texts of rows that had to be read already, and the number of each. None: a row without text."""
 
-    values: list[bytes | str | None]
+    values: Sequence[bytes | str | None]
     label: str
-    begin: int
+    numbers: Sequence[int]
+    unit: str = "row"
+    """What is numbered: rows, or the lines that they begin in."""
 
     @property
     def num_bytes(self) -> int:
         return sum(len(value) for value in self.values if value)
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        for number, value in enumerate(self.values, self.begin):
-            yield from document(value or "", self.label, f"row {number}", fraction, log)
+        for number, value in zip(self.numbers, self.values, strict=True):
+            yield from document(value or "", self.label, f"{self.unit} {number}", fraction, log)
 
 
 @dataclass(frozen=True)
@@ -296,8 +298,9 @@ class RowGroup:
                 batches = file.iter_batches(1024, [self.index], [self.column], use_threads=False)
                 while row < end and (batch := next(batches, None)) is not None:
                     values = as_bytes(batch.column(0)[: end - row])
-                    yield from Rows(values, self.label, row).pieces(fraction, log)
-                    row += len(values)
+                    numbers = range(row, row + len(values))
+                    yield from Rows(values, self.label, numbers).pieces(fraction, log)
+                    row = numbers.stop
         except (OSError, pyarrow.ArrowException):
             log.add(self.label, "the row group cannot be read", f"row {row}", end - row)
 

@@ -15,7 +15,7 @@ from trainer.config.data import Format, Source, SourceConfig, source_configs
 from trainer.data import DataConfig, Prepared, prepare
 from trainer.data import csv_files as module
 from trainer.data.csv_files import FIELDS, OPEN, RETURN, rows_of
-from trainer.data.records import SkipLog
+from trainer.data.records import Rows, SkipLog
 from trainer.data.sources import open_source
 
 PART = source_configs(DataConfig(source=Source.files, path="x.csv"))[0]
@@ -28,7 +28,7 @@ def written(rows: list[list[str]], delimiter: str = ",", ends: str = "\r\n") -> 
     return text.getvalue().encode()
 
 
-def texts(blocks: Iterator[module.RowsRead], log: SkipLog) -> list[str]:
+def texts(blocks: Iterator[Rows], log: SkipLog) -> list[str]:
     return [piece.text for block in blocks for piece in block.pieces(0.0, log)]
 
 

@@ -216,13 +216,13 @@ class Run:
             changed = (self.path / CONFIG).stat().st_mtime
             if changed == self._read_config:
                 return
-            self.config = _mapping(read_yaml((self.path / CONFIG).read_bytes()))
+            self.config = mapping(read_yaml((self.path / CONFIG).read_bytes()))
             self._read_config = changed
         except (OSError, yaml.YAMLError):
             return
         try:
             self.overrides = (self.path / "overrides.txt").read_text().split("\n")
-            self.environment = _mapping(json.loads((self.path / "environment.json").read_text()))
+            self.environment = mapping(json.loads((self.path / "environment.json").read_text()))
         except (OSError, ValueError, RecursionError):
             return
 
@@ -292,5 +292,6 @@ class Run:
             self.events.append(entry)
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a section of a config, empty if it is something else."""
     return value if isinstance(value, dict) else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.timeline import steps_of_tree
 from trainer.forecast.words import span
-from trainer.health.dashboard.read import Run
+from trainer.health.dashboard.read import Run, mapping
 from trainer.run.names import EVENTS, METRICS
 
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
@@ -22,7 +22,7 @@ LOG = "logs/rank0.log"
 def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
     """Return the row of a run. ended: what ended it, if known ("" for nothing unusual)."""
     config = run.config
-    trainer, model = _section(config, "trainer"), _section(config, "model")
+    trainer, model = mapping(config.get("trainer")), mapping(config.get("model"))
     rates = run.series["perf/tokens_per_second"].values[1:] if "perf/tokens_per_second" in run.series else ()
     energy = run.series["gpu/joules_per_token"].values[1:] if "gpu/joules_per_token" in run.series else ()
     tokens = run.last("tokens")
@@ -32,7 +32,7 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
     peaks = run.series.get("memory/peak_gib")
     return {
         "path": str(run.path),
-        "recipe": _section(config, "precision").get("name"),
+        "recipe": mapping(config.get("precision")).get("name"),
         "model": model_line(run, model),
         "seed": trainer.get("seed"),
         "machine": machine(run),
@@ -52,11 +52,6 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
         "alerts": sum(event["kind"] == "alert" for event in run.events),
         "stride": run.stride,
     }
-
-
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def recent(run: Run) -> float | None:
@@ -105,7 +100,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     if goal and run.last_step >= goal:
         return "finished", ""
     age = time.time() - max(_changed(run, name) for name in (METRICS, EVENTS, LOG))
-    every = _section(run.config, "logging").get("every")
+    every = mapping(run.config.get("logging")).get("every")
     logging = every if isinstance(every, int) and every else 1
     quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
     if age > quiet:
