@@ -168,11 +168,8 @@ def delete_superseded(folder: Path, step: int, keep: int, before: int | None = N
         delete_checkpoint(path)
 
 
-def delete_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted; hold the run's lock. Returns the names."""
-    leftovers = (
-        [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
-    )
-    for path in leftovers:
-        _remove(path)
-    return [path.name for path in leftovers]
+def delete_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written or half deleted; hold the run's lock."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith((WRITING, _DELETING)):
+            _remove(path)

@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 
 from precision.errors import UserError
 from trainer.sinks.jsonl import finite_or_none
+from trainer.sinks.trackers import one_line
 
 SENT = frozenset({"alert", "rollback", "failure"})
 """Kinds of events that are sent. Any event with a `rule` or with `failed` is sent, too."""
@@ -150,7 +151,7 @@ class _Channel:
             except http.client.InvalidURL:  # its text has the path, which may be a secret
                 self._fail("the address is not valid")
             except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
-                self._fail(" ".join(str(error).split()) or type(error).__name__)
+                self._fail(one_line(error))
             finally:
                 self._queue.task_done()
 

@@ -34,7 +34,7 @@ from trainer.sinks.console import Screen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.notify import Notifier, is_sent
-from trainer.sinks.trackers import TensorboardTracker
+from trainer.sinks.trackers import TensorboardTracker, one_line
 from trainer.sinks.wandb_tracker import WandbTracker
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
@@ -255,8 +255,7 @@ class Sinks:
         """Notify that the run cannot continue, unless the user stopped it. With several ranks, `ended` does it."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
         if self._alone and not asked_for:
-            message = " ".join(str(error).split()) or type(error).__name__
-            self._notifier.send(_event("failure", self._step, message, {"error": type(error).__name__}))
+            self._notifier.send(_event("failure", self._step, one_line(error), {"error": type(error).__name__}))
 
     def _say(self, text: str) -> None:
         self._log.write(text)

@@ -69,6 +69,6 @@ class TensorboardTracker:
             self._warn(f"TensorBoard files cannot be written ({one_line(error)}); given up for this run")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
