@@ -26,7 +26,7 @@ def header(
     """Return labels and values, one pair a line. processes: ranks of the job."""
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar
     count, where = count_parameters(config.model), target(config)
-    timeline, step = Timeline(t), t.global_batch_size * t.sequence_length
+    timeline = Timeline(t)
     trained, experts = (
         timeline.tokens(timeline.steps),
         f"{config.model.num_experts} experts" if config.model.num_experts else "dense",
@@ -46,8 +46,8 @@ def header(
         ("device", f"{name}, {ranks(degrees)}; {', '.join(backends)} backend; {fp8:.0%} of the GEMM FLOPs in FP8"),
         (
             "tokens",
-            f"{step:,} a step{' at first' * bool(timeline.segments[1:])}, {trained:,} in {timeline.steps:,} steps: "
-            f"{trained / facts.num_tokens:.2g} epochs",
+            f"{timeline.at(1).tokens:,} a step{' at first' * bool(timeline.segments[1:])}, "
+            f"{trained:,} in {timeline.steps:,} steps: {trained / facts.num_tokens:.2g} epochs",
         ),
         *schedule_lines(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),

@@ -40,6 +40,13 @@ def test_the_header_names_what_the_run_will_do() -> None:
     assert rows.index(("", "")) == len(rows) - 1
 
 
+def test_the_first_step_is_that_of_the_first_phase() -> None:
+    phases = "trainer.phases=[{until: 10, global_batch_size: 4, microbatch_size: 4}, {global_batch_size: 16}]"
+    config = config_of(["+recipe=bf16", "trainer.max_steps=20", "trainer.device=cpu", phases])
+    rows = header(config, check(config), [], Path("runs/mine"), 1, text(409_600, 100))
+    assert dict(rows)["tokens"] == "512 a step at first, 25,600 in 20 steps: 0.062 epochs"
+
+
 def test_suggested_arguments_are_quoted() -> None:
     assert shown(["data.glob=**/*.md", "run.name=a"]) == "'data.glob=**/*.md' run.name=a"
 
