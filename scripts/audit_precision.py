@@ -19,16 +19,15 @@ LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most
 
 
 def run() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train.py")
+    parser = Parser(__doc__, allow_abbrev=False)
     parser.add_argument("--device", choices=LENGTHS, default="cpu", help="what is audited (default: cpu)")
-    given = parser.parse_intermixed_args()
-    asked = [word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")]
+    given, overrides = parser.parse_known_args()
+    asked = [word for word in overrides if word.lstrip("+").startswith("trainer.device=")]
     if any(word.partition("=")[2] != given.device for word in asked):
         device = asked[0].partition("=")[2]
         choice = device if device in LENGTHS else " or ".join(LENGTHS)
         raise UserError(f"{asked[0]}: the audit has an option for it; write --device {choice}")
-    sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
+    sys.argv[1:] = [*overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch
 

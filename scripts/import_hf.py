@@ -18,6 +18,7 @@ def run() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     arguments = parser.parse_args()
 
+    from trainer.files import script
     from trainer.offline.hf_import import import_hf
 
     made = import_hf(arguments.folder, arguments.out)
@@ -25,7 +26,7 @@ def run() -> None:
     for remark in made.remarks:
         print(remark)
     print("to train on from its weights:")
-    print(f"    python train.py {' '.join(made.overrides)} data=text data.path=TEXT")
+    print(f"    python {script('train.py')} {' '.join(made.overrides)} data=text data.path=TEXT")
 
 
 if __name__ == "__main__":

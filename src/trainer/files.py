@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -182,3 +183,9 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def script(name: str) -> str:
+    """Return the path of a program of this repository, as the current folder names it."""
+    path = SOURCE.parent / name
+    return name if Path(name).exists() or not path.exists() else shlex.quote(str(path))

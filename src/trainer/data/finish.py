@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from precision.errors import UserError
+from trainer.config.data import Stop
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import FORMAT, Bins, Shard
 from trainer.data.packing import PackedShard, Packing
@@ -31,8 +32,10 @@ def finish(
     key: str,
     revisions: dict[str, str],
     most: int,
+    ends_early: bool,
 ) -> None:
-    """Write validation files of about `most` bytes for each source, and prepared.json. Raises UserError if there is
+    """Write validation files of about `most` bytes for each source, and prepared.json. ends_early: where a source of a
+    mixture was used up. Raises UserError if there is
     nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
@@ -53,9 +56,12 @@ def finish(
             reasons = "; ".join(map(str, list(skipped.found.values())[:3]))
             why = f" (left out: {reasons})" if reasons else ""
             missing = "hold out" if not held_out else "train on"
+            fix = "give more text, or change the fraction"
+            if ends_early:
+                fix = f"the mix ends where one source is used up; set data.stop={Stop.all_exhausted.value}, or {fix}"
             raise UserError(
                 f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
-                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or change the fraction"
+                f"{documents[name][0] + bool(held_out)} or more documents{why}: {fix}"
             )
         groups, stem = _groups(held_out, most), f"validation-{name}" if len(readers) > 1 else "validation"
         validation[name] = [f"{stem}.{n:05d}.bin" for n in range(len(groups))] if len(groups) > 1 else [f"{stem}.bin"]

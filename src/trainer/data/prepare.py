@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from precision.errors import UserError
-from trainer.config.data import DataConfig, Source, check_data, source_configs
+from trainer.config.data import DataConfig, Source, Stop, check_data, source_configs
 from trainer.data.bins import FORMAT
 from trainer.data.finish import KEY, REVISIONS, finish, tidy
 from trainer.data.packing import PackedShard, Packing, PackJob, read_done
@@ -205,7 +205,8 @@ def _build(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when nothing writes to them"
                 )
-        finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE)
+        ends_early = readers[0].part.weight is not None and data.stop is Stop.first_exhausted
+        finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE, ends_early)
     tidy(partial)
     os.rename(partial, folder)
 

@@ -22,6 +22,7 @@ from trainer.config import TrainerConfig
 from trainer.config.paths import as_typed
 from trainer.config.timeline import Timeline
 from trainer.data.tokenizer import end_of_text_id, load_tokenizer
+from trainer.files import script
 from trainer.forecast.header import shown
 from trainer.forecast.words import aligned
 from trainer.launch.launcher import Launch
@@ -73,8 +74,8 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.absolute().name}-hf")
     resume = as_typed("run.resume", str(run))
-    nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"
-    start = "python train.py" if launch.size == 1 else nodes if launch.size == launch.local_size else None
+    nodes = f"PROCESSES={launch.size} {script('scripts/launch/one_node.sh')}"
+    start = f"python {script('train.py')}" if launch.size == 1 else nodes if launch.size == launch.local_size else None
     timeline = Timeline(length)
     longer, key = replace(length, max_steps=2 * steps), "max_steps"
     if length.max_steps is None:
@@ -83,11 +84,11 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     if Timeline(longer).read_by(steps) != timeline.read_by(steps):  # phases that end at a share move with the length
         start = None
     return [
-        ("see its curves", f"python scripts/dashboard.py {place}"),
-        ("let it write", f'python scripts/sample.py {place} --prompt "The" --temperature 0.8'),
-        ("evaluate it", f"python scripts/evaluate.py {place}"),
+        ("see its curves", f"python {script('scripts/dashboard.py')} {place}"),
+        ("let it write", f'python {script("scripts/sample.py")} {place} --prompt "The" --temperature 0.8'),
+        ("evaluate it", f"python {script('scripts/evaluate.py')} {place}"),
         *([("train on", f"{start} {resume} {further}")] if start else []),
-        ("export it", f"python scripts/export_hf.py {place} {export}"),
+        ("export it", f"python {script('scripts/export_hf.py')} {place} {export}"),
     ]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from precision import ScalingArena, fused, gemm_layers, head
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend, replaced
+from precision.config import Granularity
 from precision.linear import GroupedLinear, Linear
 from precision.plan import SWIGLU
 from precision.rows import GemmRecipe
@@ -56,9 +57,11 @@ class GemmRecorder:
         self._note("grad", dy.dtype)
         self._note("saved", x.dtype)
 
-    def sums(self, is_fp32: bool) -> None:
-        """Record whether the latest product's rows agree with FP32 sums."""
-        self._note("sums", "fp32" if is_fp32 else "fast")
+    def sums(self, recipe: GemmRecipe, *product: Tensor | None) -> None:
+        """Record which sums the latest product's rows agree with, see `check_sums`: of both, those that are planned."""
+        fast = recipe.sums_fast and recipe.scaling.granularity is not Granularity.block
+        agree = check_sums(*product, fast)  # pyright: ignore[reportArgumentType]
+        self._note("sums", "fast" if agree == fast else "fp32")
 
     def rows_of_tokens(self, rows: Tensor) -> None:
         """Record tokens on their way to the experts of the latest layer."""
@@ -132,7 +135,7 @@ def _recording(backend: Backend, recorder: GemmRecorder) -> Backend:
             recorder.product(x, x_inv, weight.data, y, True)
             if exactly:
                 inv = None if weight.scale_inv is None else _wide(weight.scale_inv).mT
-                recorder.sums(check_sums(y, x, x_inv, weight.data.mT, inv, offsets))
+                recorder.sums(recipe, y, x, x_inv, weight.data.mT, inv, offsets)
             return y
 
         def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
@@ -142,7 +145,7 @@ def _recording(backend: Backend, recorder: GemmRecorder) -> Backend:
                 own = weight.data_t is None
                 w, inv = (weight.data, weight.scale_inv) if own else (weight.data_t, weight.copy_scale_inv)
                 assert w is not None
-                recorder.sums(check_sums(dx, dy.data, dy.scale_inv, w, None if inv is None else _wide(inv), offsets))
+                recorder.sums(recipe, dx, dy.data, dy.scale_inv, w, None if inv is None else _wide(inv), offsets)
             return dx
 
         def wgrad(
