@@ -292,6 +292,19 @@ def test_weights_are_shares_of_the_training_text_if_text_of_ones_own_is_held_out
     assert dict(result.validations)["web"].sidecar.num_documents == 60
 
 
+def test_a_source_of_which_a_mix_reads_nothing_to_hold_out_is_named_with_what_ends_the_mix(
+    prepare_for: Prepare, three: list[MixEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    own = write(tmp_path / "own", "jsonl", made_up(60, "own"))["path"]
+    web, _, math = (replace(entry, weight=1.0) for entry in three)
+    given = {"source": Source.files, "glob": "*.jsonl", "validation_fraction": 0.01}
+    mix = [replace(math, validation_path=own), web]
+    with pytest.raises(UserError, match=r"leaves nothing of web to .*one source is used up; set data.stop=all_exh"):
+        prepare_for(**given, mix=mix)
+    assert prepare_for(**given, mix=mix, stop=Stop.all_exhausted).documents["web"][0] < 400
+
+
 def test_the_small_ones_come_again_until_all_are_used_up(
     prepare_for: Prepare, three: list[MixEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from models import DeepSeek, ModelConfig
 from models.config import NormPosition
 from models.matrices import division
 from precision import Feed, Plan, PrecisionConfig, bind, fp8_attention, gemm_layers
+from precision.backends.products import truncated_matmul
 from precision.backends.reference import ReferenceBackend
 from precision.config import BackendChoice, Method, Precision, RulesException
 from precision.hardware import Gpu
@@ -23,7 +24,7 @@ from precision.rows import GemmRecipe
 from precision.scaling import Slot
 from trainer.config import Coefficients, Iteration, Moments, MuonConfig, OptimConfig, Schedule
 from trainer.offline.audit import Audit, Finding, audit
-from trainer.offline.audit.accumulation import probe
+from trainer.offline.audit.accumulation import check_sums, probe
 from trainer.optim.adamw import LearningRate, Optimizer
 from trainer.optim.muon import Muon
 from trainer.optim.owners import layout
@@ -287,3 +288,16 @@ def test_a_probe_measures_the_bias_of_each_gemm(monkeypatch: pytest.MonkeyPatch)
         method = getattr(ReferenceBackend, name)
         monkeypatch.setattr(ReferenceBackend, name, lambda *args, method=method: method(*args) * 0.98)
         assert probe(row, 16, torch.device("cpu"), 128).word == ("fast" if name == "wgrad" else "fp32+fast")
+
+
+def test_sums_too_short_to_tell_are_those_that_are_planned() -> None:
+    """The sum of 16 terms that a tensor core truncates rounds to BF16 as the FP32 sum does; that of 2,048 does not."""
+    generator = torch.Generator().manual_seed(0)
+    for length, both in ((16, True), (2048, False)):
+        a, w = (1 + torch.rand(shape, generator=generator) / 4 for shape in ((8, length), (length, 8)))
+        a8, w8, inv = a.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), torch.tensor(2.0)
+        exact, short = a8.float() @ w8.float(), truncated_matmul(a8.float(), w8.float())
+        for product, fast in ((exact, False), (short, True)):
+            y = (4 * product).bfloat16()
+            assert check_sums(y, a8, inv, w8, inv, None, fast)
+            assert check_sums(y, a8, inv, w8, inv, None, not fast) == both

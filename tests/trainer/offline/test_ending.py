@@ -55,6 +55,16 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
         assert {"train on"} & set(dict(phased)) == words
 
 
+def test_the_commands_are_found_from_any_folder(
+    config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    length = config("trainer.max_steps=6").trainer
+    for launch in (ALONE, Launch(size=2, local_size=2)):
+        for _, command in next_commands(Path("runs/a"), length, 6, launch):
+            assert Path(shlex.split(command)[1]).is_file(), command
+
+
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     done = [
         (summary("x", 3.5), ["trainer.seed=1", "optim.lr=1e-3"]),
