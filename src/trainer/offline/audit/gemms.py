@@ -57,10 +57,13 @@ class GemmRecorder:
         self._note("grad", dy.dtype)
         self._note("saved", x.dtype)
 
-    def sums(self, recipe: GemmRecipe, *product: Tensor | None) -> None:
+    def sums(
+        self, recipe: GemmRecipe, y: Tensor, a: Tensor, a_inv: Tensor | None, w: Tensor, w_inv: Tensor | None,
+        offsets: Tensor | None,
+    ) -> None:  # fmt: skip
         """Record which sums the latest product's rows agree with, see `check_sums`: of both, those that are planned."""
         fast = recipe.sums_fast and recipe.scaling.granularity is not Granularity.block
-        agree = check_sums(*product, fast)  # pyright: ignore[reportArgumentType]
+        agree = check_sums(y, a, a_inv, w, w_inv, offsets, fast)
         self._note("sums", "fast" if agree == fast else "fp32")
 
     def rows_of_tokens(self, rows: Tensor) -> None:
