@@ -69,7 +69,7 @@ class ScaleRise(_ScaleJump):
 
 class _Twice(Rule):
     """A tensor or block is above the threshold in two consecutive sampled steps, of which the first is after `SETTLED`
-    steps. Without tensors.jsonl, the worst one, whose name is unknown."""
+    steps. Without tensors.jsonl, the worst one, without its name."""
 
     SETTLED = 0
     group: str
