@@ -14,8 +14,21 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.errors import UserError, refuse
-from trainer.config import Config, Device, Dispatch, GpuChoice, PipelineSchedule, Switch
+from trainer.config import (
+    Coefficients,
+    Config,
+    Device,
+    Dispatch,
+    GpuChoice,
+    Iteration,
+    MuonConfig,
+    OptimizerName,
+    PipelineSchedule,
+    Switch,
+)
 from trainer.config.health import check_power, check_shadow
+from trainer.config.recovery import SpikesConfig
+from trainer.config.schema import shown
 from trainer.config.timeline import Timeline, at_peak_memory, each_shape, last_step
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
@@ -29,6 +42,9 @@ from trainer.sinks.notify import check_targets
 from trainer.sinks.trackers import check_wandb
 
 _TE_SHARED = "its modules hold whole weights, which ranks share here"
+_MUON = MuonConfig(0.95, True, Coefficients.quintic, None, Iteration.bf16, 0.2, False)
+_SPIKES = SpikesConfig(False, 128, 64, 6.0)
+"""As in configs/: other values are a user's."""
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
@@ -122,6 +138,20 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")
+    off: list[tuple[str, object, object, str]] = []
+    if config.optim.muon is not None and config.optim.name is OptimizerName.adamw:
+        off.append(("optim.muon", config.optim.muon, _MUON, "optim.name=adamw"))
+    if not config.recovery.spikes.enabled:
+        off.append(("recovery.spikes", config.recovery.spikes, _SPIKES, "recovery.spikes.enabled=false"))
+    for section, given, usual, why in off:
+        for key, value in vars(given).items():
+            if value != getattr(usual, key):
+                idle(
+                    f"{section}.{key}",
+                    shown(getattr(value, "value", value)),
+                    f"{why} does not read it",
+                    "change one of them",
+                )
     if config.health.shadow_every > Timeline(config.trainer).steps:
         why = f"the run ends before, {last_step(config)}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")

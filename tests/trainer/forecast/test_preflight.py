@@ -431,6 +431,10 @@ def test_settings_that_ranks_cannot_share_are_refused(
             "lr_factor=0.5 has no effect: recovery.rewind.m",
         ),
         (["recovery.rewind.margin=1", "checkpoint.every=3"], 1, None),
+        (["recovery.spikes.window=99"], 1, "spikes.window=99 has no effect: recovery.spikes.enabled=false does not"),
+        (["recovery.spikes.window=99", "recovery.spikes.enabled=true"], 1, None),
+        (["optim.muon.coefficients=polar_express"], 1, "coefficients=polar_express has no effect: optim.name=adamw"),
+        (["optim.muon.coefficients=polar_express", "optim=muon_wsd"], 1, None),
         ([], 1, None),
     ],
 )
