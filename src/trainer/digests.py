@@ -19,18 +19,23 @@ file.
 
 import hashlib
 import json
+import shlex
 import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
-from trainer.files import replace_file
+from trainer.files import replace_file, script
 
 DIGEST = "digest"
-ACCEPT = "python scripts/accept_edit.py"
 _LENGTH = 64
 _FIRST_LINE = f"# {DIGEST}: "
+
+
+def accepting(path: Path) -> str:
+    """Return the command that accepts an edit of a file."""
+    return f"python {script('scripts/accept_edit.py')} {shlex.quote(str(path))}"
 
 
 def digest_of(content: dict[str, Any]) -> str:
@@ -62,11 +67,11 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
     if DIGEST not in content:
         if any(isinstance(value, str) and len(value) == _LENGTH for value in content.values()):
             raise UserError(f"{path}: was altered (its digest is under another key); {fix}")
-        warnings.warn(f"{path}: is from before files had digests; `{ACCEPT} {path}` adds one", stacklevel=2)
+        warnings.warn(f"{path}: is from before files had digests; `{accepting(path)}` adds one", stacklevel=2)
         return content
     if content[DIGEST] != digest_of(content):
         raise UserError(
-            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
+            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{accepting(path)}`"
         )
     return {key: value for key, value in content.items() if key != DIGEST}
 
@@ -84,7 +89,7 @@ def read_stamped(path: Path, fix: str) -> str:
     first, _, rest = (text := _text(path, "was altered (it is not text)", fix)).partition("\n")
     if first.startswith("#") and text != stamped(rest):
         raise UserError(
-            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
+            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{accepting(path)}`"
         )
     return rest if first.startswith("#") else text
 

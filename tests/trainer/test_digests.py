@@ -1,6 +1,7 @@
 """Files that decide what is trained are believed as they were written, or as an edit was accepted."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from trainer.digests import accept, read_signed, write_signed
 
 FIX = "remove it"
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def test_any_flipped_bit_is_reported_or_changes_nothing(file: Path) -> None:
         assert found == good and (not said or (str(file) in said and FIX in said)), bit
 
 
-def test_an_edit_is_refused_until_it_is_accepted(file: Path) -> None:
+def test_an_edit_is_refused_until_it_is_accepted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content: dict[str, Any] = json.loads(file.read_text())
     content["rewinds"][0]["lr_factor"] = 0.25
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"was altered .*accept_edit\.py"):
+    monkeypatch.chdir(file.parent)
+    with pytest.raises(ValueError, match=r"was altered .*accept_edit\.py") as refused:
         read_signed(file, ("rewinds",), FIX)
-    said = subprocess.run(
-        [sys.executable, "scripts/accept_edit.py", str(file)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    _, *advised = shlex.split(str(refused.value).split("`")[1])
+    said = subprocess.run([sys.executable, *advised], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert read_signed(file, ("rewinds",), FIX)["rewinds"][0]["lr_factor"] == 0.25
 

@@ -15,7 +15,7 @@ from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, Shard
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
-from trainer.digests import ACCEPT, accept, read_signed
+from trainer.digests import accept, accepting, read_signed
 
 SUMMARY = "prepared.json"
 KEYS = ("format", "key", "train", "validation", "documents", "revisions", "skipped")
@@ -109,7 +109,7 @@ def _check_sidecars(folder: Path, facts: dict) -> None:
         if found.get(name, digest) != digest:  # `Bins.open` reports a missing one
             raise UserError(
                 f"bins sidecar {folder / name}: was altered (its SHA-256 is not the one in {SUMMARY}); delete "
-                f"{folder} and prepare the data again, or accept an edit with `{ACCEPT} {folder / SUMMARY}`"
+                f"{folder} and prepare the data again, or accept an edit with `{accepting(folder / SUMMARY)}`"
             )
 
 

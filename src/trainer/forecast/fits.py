@@ -12,6 +12,7 @@ from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
 from trainer.config.timeline import at_peak_memory, peak_memory
+from trainer.files import script
 from trainer.forecast.check_values import with_phase
 from trainer.forecast.cost import PER_NODE, SPARE, Machine
 from trainer.forecast.gpus import Target
@@ -86,7 +87,8 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     enough = fewest(config, plan, machine)
     if enough is None:
         return "choose a smaller model"
-    return f"{enough} such GPUs hold it (scripts/plan_parallelism.py --gpus {enough}), or choose a smaller model"
+    table = f"{script('scripts/plan_parallelism.py')} --gpus {enough}"
+    return f"{enough} such GPUs hold it ({table}), or choose a smaller model"
 
 
 def out_of_memory_message(forecast: dict[str, float], allocated: float, total: float) -> str:

@@ -19,6 +19,7 @@ from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, Recompute
 from trainer.config.health import check_shadow
 from trainer.config.timeline import Timeline, at_peak_memory
+from trainer.files import script
 from trainer.forecast.check_values import check_sizes
 from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
@@ -56,7 +57,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
-        fix = "measure it with scripts/bench/step.py, and give --tflops"
+        fix = f"measure it with {script('scripts/bench/step.py')}, and give --tflops"
         raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())

@@ -31,6 +31,7 @@ import torch
 
 from trainer.data import Loader, load_tokenizer
 from trainer.data.loader import window_name
+from trainer.files import script
 from trainer.recovery.nonfinite_probe import probe_microbatch
 from trainer.step.guard import GRAD_SUFFIX, Verdict
 from trainer.step.step_snapshot import StepSnapshot
@@ -138,7 +139,7 @@ class Diagnosis:
             self._add_second_run(bad, again)
         self._add_data(bad, served, origin, again)
         if origin is not None and again is None:
-            bad.details.append(f"details: python scripts/replay_step.py {self._run} {step}")
+            bad.details.append(f"details: python {script('scripts/replay_step.py')} {self._run} {step}")
         return bad
 
     def _row(self, place: int) -> int | None:

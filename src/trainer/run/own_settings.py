@@ -21,7 +21,7 @@ from trainer.checkpoint import DamagedCheckpoint, as_given, checkpoint_step, lis
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config.paths import NO_PATHS
 from trainer.config_diff import HIDDEN, read_yaml
-from trainer.digests import read_stamped
+from trainer.digests import accepting, read_stamped
 from trainer.launch.saved_config import OF_ONE_START, OwnSettings
 from trainer.run.location import state_of
 from trainer.run.names import CHECKPOINTS, CONFIG
@@ -85,7 +85,7 @@ def _read(folder: Path, setting: str) -> OwnSettings:
         checkpoint, tree = _of_a_checkpoint(folder)
         if checkpoint is None:
             raise UserError(f"{setting}: {path} was altered, and no checkpoint has its settings; {_ELSE}") from None
-        source = f"{checkpoint} ({CONFIG} was altered; to accept an edit: python scripts/accept_edit.py {path})"
+        source = f"{checkpoint} ({CONFIG} was altered; to accept an edit: {accepting(path)})"
     return OwnSettings({key: tree[key] for key in tree if key not in OF_ONE_START}, source, _secrets(folder))
 
 

@@ -8,7 +8,7 @@ import logging
 import threading
 from pathlib import Path
 
-from trainer.files import replace_file
+from trainer.files import replace_file, script
 from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import Run
 
@@ -38,5 +38,5 @@ def write_at_end(folder: Path, ended: BaseException | str | None, patience: floa
     if worker.is_alive():
         trouble.append(f"not done within {patience:g} s")
     if trouble:
-        again = f"python scripts/dashboard.py {folder} makes it"
+        again = f"python {script('scripts/dashboard.py')} {folder} makes it"
         logging.getLogger(__name__).warning("%s is not written (%s); %s", folder / NAME, trouble[0], again)
