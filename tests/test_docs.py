@@ -82,6 +82,7 @@ def benched(words: list[str]) -> list[str]:
         return [words[0], "--mb", "1", "--vocab-size", "300", "--workers", "1"]
     if words[0].endswith("bench/host.py"):  # refused beside Triton's interpreter; tests/scripts/test_bench.py runs it
         return [words[0], "--help"]
+    words = [word for word in words if word != "--table"]  # of rates of the cuda backend
     if words[0].endswith("bench/linear.py"):  # FP8 products of torch itself take a CPU seconds
         words = [word for word in words if word != "limit"]
     sizes = BENCHES.get(Path(words[0]).name)
