@@ -332,8 +332,9 @@ def as_bytes(column) -> list[bytes | str | None]:
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+    types = pyarrow.types
+    binary = pyarrow.large_binary() if types.is_large_string(column.type) else pyarrow.binary()
+    if types.is_string(column.type) or types.is_large_string(column.type) or types.is_string_view(column.type):
         column = column.cast(binary)
     return column.to_pylist()
 

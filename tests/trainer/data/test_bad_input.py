@@ -227,6 +227,16 @@ def test_what_comes_before_damage_at_the_end_of_a_compressed_file_is_read(
         assert content.startswith(b"".join(found)) and len(b"".join(found)) >= least
 
 
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()], ids=str)
+def test_bytes_of_a_text_column_that_are_no_text_are_named(files: DataConfig, kind: pyarrow.DataType) -> None:
+    rows = pyarrow.array([*(line.decode() for line in GOOD), "Ä" * 20], kind)
+    parquet.write_table(pyarrow.table({"text": rows}), folder(files) / "x.parquet", compression="none")
+    path = folder(files) / "x.parquet"
+    path.write_bytes(path.read_bytes().replace("Ä".encode(), b"\xff\xff"))
+    with pytest.raises(ValueError, match=rf"x\.parquet, row {len(GOOD)}: not UTF-8 text: repair"):
+        prepare(files, 512)
+
+
 def test_two_columns_of_the_name_are_an_error(files: DataConfig) -> None:
     rows = pyarrow.array(["a text"] * 9)
     parquet.write_table(pyarrow.table([rows, rows], names=["text", "text"]), folder(files) / "x.parquet")
