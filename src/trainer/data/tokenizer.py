@@ -42,6 +42,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = words
+    tokenizer.encode_special_tokens = True
+    if tokenizer.token_to_id(end_of_text) in tokenizer.encode(end_of_text).ids:
+        raise UserError(
+            f"data.end_of_text={end_of_text}: text has this token, too, which would end documents; set another, for "
+            "example <|endoftext|>"
+        )
     return tokenizer
 
 

@@ -65,6 +65,12 @@ def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
         end_of_text_id(load_tokenizer(prepared.tokenizer_path), "</s>")
 
 
+@pytest.mark.parametrize("end", ["x", "self"])
+def test_an_end_of_text_that_text_has_too_is_refused(end: str) -> None:
+    with pytest.raises(UserError, match=rf"^data\.end_of_text={end}: text has this token, too, .*; set another"):
+        train_tokenizer(iter(TEXTS), 300, end)
+
+
 def test_a_tokenizer_that_truncates_or_pads_loses_and_adds_nothing(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(iter(TEXTS), 300, END)
     tokenizer.enable_truncation(4)
