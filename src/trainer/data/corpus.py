@@ -86,13 +86,12 @@ class Corpus:
 def scan(data: DataConfig | SourceConfig) -> Corpus:
     """List the corpus. Raises UserError if no file of it has text."""
     key = data.key if isinstance(data, SourceConfig) else "data"
-    root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
+    root = _root(data)
     if root.is_file():
         status = root.stat()
         if not status.st_size:
             raise UserError(f"{key}.path={data.path}: an empty file: give one with text")
         return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
-    patterns = [pattern.strip().split("/") for pattern in data.glob.split("|")]
     documents, missing, empty = [], [], []
 
     def unlisted(error: OSError) -> None:
@@ -104,7 +103,7 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
         folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(name, data.exclude)]
         inside = Path(folder).relative_to(root).parts
         for name in names:
-            if name.startswith(".") or not any(_matches([*inside, name], pattern) for pattern in patterns):
+            if not _is_listed(data, [*inside, name]):
                 continue
             path = "/".join([*inside, name])
             try:
@@ -131,6 +130,16 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
     return Corpus(
         root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))
     )
+
+
+def reads(part: SourceConfig, path: Path) -> bool:
+    """Return whether a file at `path`, a resolved one, is or would be of a source."""
+    root = _root(part)
+    inside = path.relative_to(root).parts if path.is_relative_to(root) and path != root else ()
+    if part.source is Source.hf:
+        return bool(inside)
+    hidden = any(name.startswith(".") or _is_excluded(name, part.exclude) for name in inside[:-1])
+    return bool(inside) and not hidden and _is_listed(part, inside)
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
@@ -205,6 +214,16 @@ def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
             piece += file.readline(min(LONGEST_LINE, end - begin - len(piece)))
             begin += len(piece)
             yield decoder.decode(piece, final=begin == end)
+
+
+def _root(data: DataConfig | SourceConfig) -> Path:
+    return Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
+
+
+def _is_listed(data: DataConfig | SourceConfig, parts: Sequence[str]) -> bool:
+    """Return whether `data.glob` names a file, by the parts of its path inside the folder."""
+    patterns = (pattern.strip().split("/") for pattern in data.glob.split("|"))
+    return not parts[-1].startswith(".") and any(_matches(list(parts), pattern) for pattern in patterns)
 
 
 def _is_excluded(name: str, exclude: Sequence[str]) -> bool:

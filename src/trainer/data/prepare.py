@@ -29,8 +29,9 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from precision.errors import UserError
-from trainer.config.data import DataConfig, Source, Stop, check_data, source_configs
+from trainer.config.data import DataConfig, Source, SourceConfig, Stop, check_data, source_configs
 from trainer.data.bins import FORMAT
+from trainer.data.corpus import reads
 from trainer.data.finish import KEY, REVISIONS, finish, tidy
 from trainer.data.packing import PackedShard, Packing, PackJob, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
@@ -83,6 +84,7 @@ def find_or_build(
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
         raise UserError(f"{folder}: exists and is not prepared data: choose a folder that does not exist")
     if not place.is_dir():
+        _check_outside(place, sources, setting)
         lock = _lock(place, setting, report)
         try:
             if not place.is_dir():
@@ -113,6 +115,16 @@ def find_or_build(
     if entries < vocab_size and data.tokenizer is None:
         warnings.warn(f"model.vocab_size={vocab_size}: the text yields only {entries} tokenizer entries", stacklevel=2)
     return prepared
+
+
+def _check_outside(place: Path, sources: Sequence[SourceConfig], setting: str) -> None:
+    """Raise UserError if files of `place` would be text of a source, which would change while it is read."""
+    files = [place.resolve() / name for name in (SUMMARY, "tokenizer.json", "train.bin", KEY)]
+    for part in (each for source in sources for each in (source, source.held_out) if each is not None):
+        if any(reads(part, file) for file in files):
+            raise UserError(
+                f"{setting}: its files would be text of {part.key}.path={part.path}; choose a folder outside of that"
+            )
 
 
 def _check_entries(entries: int, vocab_size: int) -> None:

@@ -307,6 +307,30 @@ def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_co
         prepare(make_config(own_corpus), 300, folder=tmp_path / "occupied" / "x")
 
 
+@pytest.mark.parametrize(
+    ("source", "glob", "refused"),
+    [
+        (Source.text, "**/*", True),
+        (Source.files, "*.txt | **/*.json", True),
+        (Source.hf, "**/*", True),
+        (Source.text, "*.py", False),
+    ],
+)
+def test_a_place_whose_files_would_be_text_is_refused_before_anything_is_written(
+    make_config: MakeConfig, own_corpus: Path, source: Source, glob: str, refused: bool
+) -> None:
+    """It ended in "changed while they were read", each time."""
+    (own_corpus / "a.txt").write_text("a line\n" * 30)
+    data, before = make_config(own_corpus, source=source, glob=glob), sorted(own_corpus.rglob("*"))
+    if not refused:
+        assert prepare(data, 300, folder=own_corpus / "out").built
+        return
+    for folder, key in ((own_corpus / "out", str(own_corpus)), (None, r"data\.cache_dir=")):
+        with pytest.raises(ValueError, match=rf"^{key}.*: its files would be text of data\.path=.*; choose a folder"):
+            prepare(replace(data, cache_dir=str(own_corpus / "out")), 300, folder=folder)
+    assert sorted(own_corpus.rglob("*")) == before
+
+
 def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
