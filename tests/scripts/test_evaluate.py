@@ -15,7 +15,7 @@ import yaml
 from composed import tree_of
 from run_folders import snapshot
 
-from trainer.data import prepare
+from trainer.data import DataConfig, Source, prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
 from trainer.offline.saved_model import open_run
 
@@ -103,8 +103,13 @@ def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("other words " * 200)
     (tmp_path / "b.txt").write_text("and some more " * 200)
     other = [f"data.path={tmp_path}", "data.validation_fraction=0.5"]
+    prepare(DataConfig(Source.text, str(tmp_path), "*.txt", validation_fraction=0.5), 260, folder=tmp_path / "bins")
     wanted = {
         "--batches 0: out of range": ["--batches", "0"],
+        "bins was prepared with another; prepare that text again, with data.tokenizer=": [
+            "data.source=bins",
+            f"data.path={tmp_path / 'bins'}",
+        ],
         f"set data.tokenizer={runs / 'fp32' / 'tokenizer.json'}": other,
         "no such checkpoint": ["--step", "5"],
     }
