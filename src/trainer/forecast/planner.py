@@ -91,10 +91,10 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         raise UserError(f"--gpus={machine.gpus}: no layout can train this; {why or f'leave out {some}{keys}'}")
     if not best:
         enough = fewest(config, plan, machine)
-        more = f"{enough} would do" if enough else "none are enough"
+        more = f"take more GPUs ({enough} would do)" if enough else "take GPUs with more (no number of these is enough)"
         free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
         raise UserError(
-            f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}take more GPUs ({more}), "
+            f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}{more}, "
             "or a shorter trainer.sequence_length"
         )
     first, lines = best[0], [table(best)]
