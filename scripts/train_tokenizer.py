@@ -30,7 +30,8 @@ def run() -> None:
         return
     if own.out is None:
         raise UserError("--out: missing; name the file to write, such as --out tokenizer.json")
-    if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
+    is_other = own.out.exists() and not own.out.is_file()  # a folder, or a device, which the file would replace
+    if is_other or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     from trainer.config import load
     from trainer.config.data import SMALLEST_VOCABULARY, DataConfig

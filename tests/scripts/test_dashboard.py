@@ -59,6 +59,7 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     monkeypatch.chdir(runs)
+    os.mkfifo(runs / "pipe")
     taken = socket.create_server(("127.0.0.1", 0))
     port = str(taken.getsockname()[1])
     for arguments, said in (
@@ -66,6 +67,7 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (["empty"], "empty: no metrics.jsonl in it; give"),
         (["a", "a"], "named twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: its folder does not exist"),
+        (["a", "--out", "pipe"], "--out pipe: no file; give a file"),
         (["a", "--port", "1"], "--port 1: it is for --serve"),
         (["a", "--serve", "--out", "x"], "--out x: --serve writes no file"),
         (["a", "--serve", "--port", port], f"--port {port}: Address already in use"),
