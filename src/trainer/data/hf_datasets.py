@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
-from trainer.config.data import SourceConfig
+from trainer.config.data import DataConfig, SourceConfig
 from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
 
 STREAM_ROWS = 256  # read at once while their length is unknown
@@ -123,6 +123,9 @@ class Dataset:
                         names = ", ".join(map(str, rows))
                         raise UserError(f"{part.key}.path={root}: has no split {part.split}: set one of {names}")
                     rows = rows[part.split]
+                elif part.split not in (DataConfig.split, str(rows.split)):  # all rows would be that split
+                    why = f"is a single dataset, without a split {part.split}"
+                    raise UserError(f"{part.key}.path={root}: {why}: leave that out, or save a DatasetDict")
                 rows = rows.to_iterable_dataset() if part.streaming else rows
             else:
                 builder = self._builder or self._load(part.revision)

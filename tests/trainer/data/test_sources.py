@@ -102,6 +102,14 @@ def texts_of(prepared: Prepared, name: str = "train") -> list[str]:
     return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
 
 
+@pytest.mark.parametrize("key", ["split", "validation_split"])
+def test_a_saved_dataset_without_splits_refuses_one(prepare_for: Prepare, tmp_path: Path, key: str) -> None:
+    """All of it was read as that split: a run would have been validated on its training text."""
+    settings = write(tmp_path / "data", "saved", [f"text {n}" for n in range(40)]) | {key: "test"}
+    with pytest.raises(UserError, match=r"data\.path=.*: is a single dataset, without a split test: leave that out"):
+        prepare_for(**settings)
+
+
 def test_every_kind_of_source_gives_the_same_tokens(
     prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
