@@ -95,8 +95,17 @@ def read_stamped(path: Path, fix: str) -> str:
 
 
 def accept_stamped(path: Path) -> None:
-    """Write the digest of a file as it is now. Raises UserError if it is not text."""
+    """Write the digest of a YAML file as it is now. Raises UserError if it is not one."""
+    import yaml
+
     first, _, rest = (text := _text(path, "cannot be read (not text)", "correct it")).partition("\n")
+    try:
+        is_section = isinstance(yaml.safe_load(text), dict)
+    except yaml.YAMLError as error:
+        place = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) is not None else ""
+        raise UserError(f"{path}: cannot be read (not YAML{place}); correct it") from None
+    if not is_section:
+        raise UserError(f"{path}: cannot be read (no section of keys); correct it")
     replace_file(path, stamped(rest if first.startswith(_FIRST_LINE) else text).encode())
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer.digests import accept, read_signed, write_signed
+from precision.errors import UserError
+from trainer.digests import accept, accept_stamped, read_signed, write_signed
 
 FIX = "remove it"
 
@@ -49,6 +50,17 @@ def test_an_edit_is_refused_until_it_is_accepted(file: Path, monkeypatch: pytest
     said = subprocess.run([sys.executable, *advised], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert read_signed(file, ("rewinds",), FIX)["rewinds"][0]["lr_factor"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("lr: 1\noptim: [", "not YAML, line 2"), ("lr", "no section of keys"), ("", "no section of keys")]
+)
+def test_a_config_that_is_no_yaml_is_not_accepted(tmp_path: Path, text: str, why: str) -> None:
+    """A resume took the checkpoint's settings instead, in spite of the edit."""
+    (path := tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=rf"config\.yaml: cannot be read \({why}\); correct it"):
+        accept_stamped(path)
+    assert path.read_text() == text
 
 
 def test_a_file_of_before_is_read_with_a_warning_and_can_be_signed(file: Path) -> None:
