@@ -31,6 +31,8 @@ def run() -> None:
     jobs = compose(CONFIGS)
     import torch
 
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU; leave it out, or install a CUDA build of torch")
     from precision import bind, proof
     from trainer.config import load
     from trainer.forecast.preflight import check

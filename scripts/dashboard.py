@@ -51,7 +51,7 @@ def run() -> None:
     out = arguments.out or runs[0].path / ("dashboard.html" if len(runs) == 1 else "comparison.html")
     is_other = out.exists() and not out.is_file()  # a folder, or a device, which the page would replace
     if is_other or not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: {'no file' if is_other else 'its folder does not exist'}; give a file")
+        raise UserError(f"--out {out}: {'not a file' if is_other else 'its folder does not exist'}; give a file")
     replace_file(out, page(payload(runs)).encode(errors="replace"))
     print(out)
 

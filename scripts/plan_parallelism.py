@@ -41,8 +41,8 @@ def run() -> None:
     options, rest = parser.parse_known_args()
     for name in ("per_node", "memory", "tflops", "rows"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
+        if value is not None and not 0 < value < inf:
+            raise UserError(f"--{name.replace('_', '-')}={value:g}: set a number above 0")
     per_node = options.per_node
     for gpus in options.gpus:
         if gpus > per_node and gpus % per_node:

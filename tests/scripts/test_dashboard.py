@@ -67,7 +67,7 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (["empty"], "empty: no metrics.jsonl in it; give"),
         (["a", "a"], "named twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: its folder does not exist"),
-        (["a", "--out", "pipe"], "--out pipe: no file; give a file"),
+        (["a", "--out", "pipe"], "--out pipe: not a file; give a file"),
         (["a", "--port", "1"], "--port 1: it is for --serve"),
         (["a", "--serve", "--out", "x"], "--out x: --serve writes no file"),
         (["a", "--serve", "--port", port], f"--port {port}: Address already in use"),

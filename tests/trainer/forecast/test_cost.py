@@ -369,7 +369,7 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
     ("arguments", "says"),
     [
         (["--gpus", "8", "--sequences", "8,ten"], "--sequences: 8,ten: want a number above 0, or several: 6,8,10"),
-        (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set more than 0"),
+        (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set a number above 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
         (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
@@ -387,7 +387,7 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),
         (["--gpus", "8", "parallel=fsdp"], "parallel=fsdp: the planner chooses the degrees"),
-        (["--gpus", "8", "--tflops", "nan"], "--tflops=nan: set more than 0"),
+        (["--gpus", "8", "--tflops", "inf"], "--tflops=inf: set a number above 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),
     ],
 )
