@@ -33,6 +33,7 @@ from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import bars
+from trainer.forecast.check_values import check_single_steps
 from trainer.forecast.header import header
 from trainer.forecast.preflight import without_effect
 from trainer.forecast.stages import idle_share
@@ -187,6 +188,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     if Timeline(config.trainer).epochs is not None:
         data, about_data = _find_data(config, world)
         config = with_epochs(config, data.train.sidecar.num_tokens)
+        check_single_steps(config)
     t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)

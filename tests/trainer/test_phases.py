@@ -108,6 +108,9 @@ def test_other_phases_ahead_are_taken_and_those_behind_refused(config: Configs) 
 
 def test_a_run_of_epochs_ends_with_them(config: Configs) -> None:
     keys = ("trainer.max_steps=null", "trainer.max_tokens=0.01 epochs", "precision=fp32", "health.every=0")
+    for late in ("profile.steps=[8,90000]", "debug.inject={step: 90000, where: loss, value: nan}"):
+        with pytest.raises(UserError, match=r"such .* 1 to trainer\.max_tokens="):
+            Trainer(config(*keys, late))
     trainer = Trainer(config(*keys, "checkpoint.every=1K", "logging.every=50%", "run.name=run"))
     trainer.train()
     tokens = 0.01 * trainer.run.data.train.sidecar.num_tokens

@@ -28,8 +28,7 @@ def check_values(config: Config, degrees: Degrees = ONE_PROCESS) -> None:
             check_sizes(shape)
             check_batch(shape, degrees)
     _check_recovery(config.recovery)
-    _check_debug(config)
-    _check_profile(config)
+    check_single_steps(config)
     check_data(config.data, config.model.vocab_size)
     check_alerts(config.health.alerts)
     config.model.validate()
@@ -145,6 +144,13 @@ def cut_line(given: Config, config: Config) -> str | None:
     was, now, stages = given.trainer.microbatch_size, config.trainer.microbatch_size, config.parallel.pipeline
     why = f"a rank's share of the batch is {now}" if stages == 1 else f"{stages} stages need as many microbatches"
     return None if was == now else f"trainer.microbatch_size={was}: {why}; it computes {now} at a time"
+
+
+def check_single_steps(config: Config) -> None:
+    """Raise UserError for a fault or a profile in steps that the run lacks. A length in epochs has as many as the text
+    gives it (`with_epochs`)."""
+    _check_debug(config)
+    _check_profile(config)
 
 
 def _check_debug(config: Config) -> None:
