@@ -234,7 +234,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             folder.notes.append(Note("kernels" if found.is_proved else "alert", folder.first_step, found.line))
         to, alone = config.health.alerts, world.size == 1
         folder.notes.extend(_left_out(data, folder.first_step))
-        folder.notes.extend(Note("config", folder.first_step, line) for line in without_effect(config, world.size))
+        idle = without_effect(config, world.size, folder.first_step)
+        folder.notes.extend(Note("config", folder.first_step, line) for line in idle)
         sinks = Sinks(config.logging, folder, timeline.steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
         alerts = _alerts(config, folder, world)

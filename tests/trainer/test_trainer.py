@@ -176,9 +176,13 @@ def test_a_stopped_run_resumes_bit_for_bit(config: Configs, recipe: str) -> None
     )
     _, whole = train(config(*common, "run.name=whole"))
     run = stopped_after(config(*common, "run.name=stopped"), 3)
-    train(config(*common, "run.name=stopped"))
+    train(config(*common, "run.name=stopped", "profile.steps=[2,3]"))
     assert bitwise(run) == bitwise(whole)
-    assert any(line["kind"] == "resume" for line in lines(run / "events.jsonl"))
+    events = lines(run / "events.jsonl")
+    assert any(line["kind"] == "resume" for line in events)
+    said = [line["message"].partition(";")[0] for line in events if line["kind"] == "config"]
+    too_late = "has no effect: the run resumes after step 3"
+    assert said == [f"profile.steps=[2, 3] {too_late}", f"debug.inject.step=2 {too_late}"]
 
 
 def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, overrides: Small, programs: Any) -> None:

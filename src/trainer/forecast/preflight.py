@@ -115,9 +115,9 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 
 
-def without_effect(config: Config, world_size: int) -> list[str]:
-    """Return a line for each setting without effect beside the others in a run of `world_size` processes. `check`
-    refuses what would be wrong."""
+def without_effect(config: Config, world_size: int, done: int = 0) -> list[str]:
+    """Return a line for each setting without effect beside the others in a run of `world_size` processes. done: steps
+    before it resumes. `check` refuses what would be wrong."""
     lines, p, w = data_without_effect(config.data), config.parallel, config.recovery.rewind
 
     def idle(key: str, value: object, why: str, fix: str) -> None:
@@ -155,6 +155,11 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     if config.health.shadow_every > Timeline(config.trainer).steps:
         why = f"the run ends before, {last_step(config)}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
+    steps, inject = config.profile.steps, config.debug.inject
+    if done and steps is not None and steps[1] <= done:
+        idle("profile.steps", steps, f"the run resumes after step {done}", "set later steps, or null")
+    if done and inject is not None and inject.step + inject.steps - 1 <= done:
+        idle("debug.inject.step", inject.step, f"the run resumes after step {done}", "set a later step, or null")
     never = "recovery.rewind.max=0" if not w.max else "checkpoint.every=0" if not config.checkpoint.every else None
     if never is not None:
         for key, value, usual in (("margin", w.margin, 0), ("lr_factor", w.lr_factor, 1)):
