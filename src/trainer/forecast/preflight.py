@@ -130,6 +130,8 @@ def without_effect(config: Config, world_size: int, done: int = 0) -> list[str]:
     if p.dispatch not in (Dispatch.auto, Dispatch.all_to_all) and p.expert == 1:
         why = "all experts are in one process"
         idle("parallel.dispatch", p.dispatch.value, why, "set auto, or parallel.expert to 2 or more")
+    if p.expert != 1 and not config.model.num_moe_blocks:
+        idle("parallel.expert", p.expert, "no block has experts", "set 1, or fewer model.num_dense_layers")
     for key, usual in (("stages", None), ("stages_per_rank", 1)):
         if (value := getattr(p, key)) != usual and p.pipeline == 1:
             idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")

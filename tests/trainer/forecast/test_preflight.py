@@ -422,6 +422,12 @@ def test_settings_that_ranks_cannot_share_are_refused(
         (["parallel.schedule=zbv"], 1, "parallel.schedule=zbv has no effect: there is one stage; set interleaved"),
         (["parallel.reshard_after_forward=true"], 1, "parallel.reshard_after_forward=true has no effect: one process"),
         (["parallel.reshard_after_forward=true"], 2, None),
+        (
+            ["parallel.expert=2", "model.num_dense_layers=1", "model.num_layers=1", "model.num_mtp_layers=0"],
+            2,
+            "parallel.expert=2 has no effect: no block has experts; set 1, or fewer model.num_dense_layers",
+        ),
+        (["parallel.expert=2"], 2, None),
         (["health.shadow_every=7"], 1, "health.shadow_every=7 has no effect: the run ends before, trainer.max_steps=6"),
         (["health.shadow_every=6"], 1, None),
         (["recovery.rewind.margin=1"], 1, "recovery.rewind.margin=1 has no effect: checkpoint.every=0, the run never"),
