@@ -27,10 +27,8 @@ def header(
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar
     count, where = count_parameters(config.model), target(config)
     timeline = Timeline(t)
-    trained, experts = (
-        timeline.tokens(timeline.steps),
-        f"{config.model.num_experts} experts" if config.model.num_experts else "dense",
-    )
+    trained = timeline.tokens(timeline.steps)
+    experts = f"{config.model.num_experts} experts" if config.model.num_moe_blocks else "dense"
     memory = sum(forecast(at_peak_memory(config), plan, degrees, where.gpu_memory)[0].values())
     backends = sorted({row.recipe.backend for row in plan.gemms.values()})
     fp8 = plan.fp8_shares_at(t.sequence_length)[0]

@@ -47,6 +47,13 @@ def test_the_first_step_is_that_of_the_first_phase() -> None:
     assert dict(rows)["tokens"] == "512 a step at first, 25,600 in 20 steps: 0.062 epochs"
 
 
+def test_a_model_without_experts_is_dense() -> None:
+    for more, kind in (([], "8 experts"), (["model.num_dense_layers=3", "model.num_mtp_layers=0"], "dense")):
+        config = config_of(["+recipe=bf16", "trainer.device=cpu", *more])
+        rows = header(config, check(config), [], Path("runs/mine"), 1, text(409_600, 100))
+        assert f"3 blocks of 256, {kind}; " in dict(rows)["model"]
+
+
 def test_suggested_arguments_are_quoted() -> None:
     assert shown(["data.glob=**/*.md", "run.name=a"]) == "'data.glob=**/*.md' run.name=a"
 
