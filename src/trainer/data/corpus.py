@@ -136,10 +136,11 @@ def reads(part: SourceConfig, path: Path) -> bool:
     """Return whether a file at `path`, a resolved one, is or would be of a source."""
     root = _root(part)
     inside = path.relative_to(root).parts if path.is_relative_to(root) and path != root else ()
+    if not inside or any(name.startswith(".") for name in inside):
+        return False
     if part.source is Source.hf:
-        return bool(inside)
-    hidden = any(name.startswith(".") or _is_excluded(name, part.exclude) for name in inside[:-1])
-    return bool(inside) and not hidden and _is_listed(part, inside)
+        return True
+    return not any(_is_excluded(name, part.exclude) for name in inside[:-1]) and _is_listed(part, inside)
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:

@@ -40,6 +40,8 @@ class Dataset:
         if root.is_dir():
             digest.update(str(root.resolve()).encode("utf-8", "surrogateescape"))
             for path in sorted(path for path in root.rglob("*") if path.is_file()):
+                if any(name.startswith(".") for name in path.relative_to(root).parts):
+                    continue  # `datasets` does not read it; the prepared data may be there
                 status = path.stat()
                 line = f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\n"
                 digest.update(line.encode("utf-8", "surrogateescape"))
@@ -90,7 +92,8 @@ class Dataset:
 
         datasets.disable_progress_bars()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns at each attempt
-        return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
+        path = self._root.resolve() if self._root.is_dir() else self.part.path  # "." has no name
+        return datasets.load_dataset_builder(str(path), name=self.part.subset, revision=revision)
 
     @contextmanager
     def _as_user_error(self) -> Iterator[None]:

@@ -102,6 +102,18 @@ def texts_of(prepared: Prepared, name: str = "train") -> list[str]:
     return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
 
 
+def test_a_dataset_is_read_in_its_own_folder(
+    prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.` has no name, and the prepared data is beside the text."""
+    texts = [f"text {n}" for n in range(40)]
+    settings = write(tmp_path / "data", "hub", texts) | {"path": ".", "cache_dir": ".cache/data"}
+    monkeypatch.chdir(tmp_path / "data")
+    first, again = prepare_for(**settings), prepare_for(**settings)
+    assert sorted([*texts_of(first), *texts_of(first, "validation")]) == sorted(texts)
+    assert (first.built, again.built, again.folder) == (True, False, first.folder)
+
+
 @pytest.mark.parametrize("key", ["split", "validation_split"])
 def test_a_saved_dataset_without_splits_refuses_one(prepare_for: Prepare, tmp_path: Path, key: str) -> None:
     """All of it was read as that split: a run would have been validated on its training text."""
