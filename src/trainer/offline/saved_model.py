@@ -172,7 +172,8 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     try:  # *.md would be an alias in YAML
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(quoted))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote values with spaces") from error
+        fix = "close what a bracket or quote opens, or write text as \"KEY='VALUE'\""
+        raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; {fix}") from error
     for override in overrides:
         key, is_pair, value = override.partition("=")
         if not is_pair:
