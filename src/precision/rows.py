@@ -90,6 +90,11 @@ class GemmRow:
     decided_by: str
 
     @property
+    def num_weights(self) -> int:
+        """Numbers in the weight; of a stack in all experts' weights."""
+        return self.in_features * self.out_features * self.groups
+
+    @property
     def flops_per_token(self) -> float:
         """Forward multiply-adds times two, per token."""
         return 2.0 * self.in_features * self.out_features * self.rows_per_token

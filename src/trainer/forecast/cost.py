@@ -268,6 +268,5 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     sizes = [0.0, 0.0]
     for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
         if is_gathered_in_fp8(choice, row, d):
-            kept = d.expert if row.op == "moe.experts" else parts(row, d)
-            sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
+            sizes[row.op == "moe.experts"] += row.num_weights / parts(row, d)
     return sizes[0], sizes[1]

@@ -204,8 +204,7 @@ def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) 
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Return the parameters outside the routed experts, and in them; of a pipeline stage its own."""
     m = config
-    rows = (row for row in plan.gemms.values() if row.op == "moe.experts")
-    experts = sum(row.in_features * row.out_features * row.groups for row in rows)
+    experts = sum(row.num_weights for row in plan.gemms.values() if row.op == "moe.experts")
     head = plan.gemms["lm_head"]
     others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # embedding and head count once
     return others + head.in_features * head.out_features, experts
@@ -213,9 +212,7 @@ def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
 
 def _ranks(row: GemmRow, degrees: Degrees) -> int:
     """Return the number of ranks that hold a weight together."""
-    if row.op == "moe.experts":
-        return degrees.expert * degrees.expert_shard
-    return degrees.cut * parts(row, degrees)
+    return parts(row, degrees) * (degrees.expert_shard if row.op == "moe.experts" else degrees.cut)
 
 
 @cache
@@ -230,8 +227,7 @@ def _at_peak(plan: Plan, degrees: Degrees, activations: float, gradients: float)
     after all gradients are made. Assumes that all blocks save the same amount."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        ranks = _ranks(row, degrees)
-        sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / ranks
+        sizes[_block_of(name)] += 4.0 * row.num_weights / _ranks(row, degrees)
     sizes.pop("", None)  # outside the blocks: the head's is counted separately, the embedding's comes last
     kept, made, peak = activations, 0.0, (0.0, gradients)
     for size in reversed(sizes.values()):
@@ -253,10 +249,9 @@ def _copies(plan: Plan, degrees: Degrees, stay: bool, gathered: bool) -> dict[st
     `keeps_transposed` for those that stay, and for those that are gathered."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups / parts(row, degrees)
         where = _gathered_with(name, row, degrees)
         width = _weight_bytes(row.recipe, (gathered if where else stay) or not _block_of(name))
-        sizes[where] += row.in_features * row.out_features * groups * width
+        sizes[where] += row.num_weights / parts(row, degrees) * width
     return sizes
 
 
@@ -266,9 +261,8 @@ def _gathered_weights(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict
     sizes: dict[str, float] = defaultdict(float)
     sizes[""] = 4.0 * config.vocab_size * config.hidden_size / degrees.tensor  # the embedding
     for name, row in plan.gemms.items():
-        kept = degrees.expert if row.op == "moe.experts" else parts(row, degrees)
         if row.op != "moe.experts" or degrees.shares_experts:
-            sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / kept
+            sizes[_block_of(name)] += 4.0 * row.num_weights / parts(row, degrees)
     return sizes
 
 
@@ -280,11 +274,12 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     for name, row in plan.gemms.items():
         if not _block_of(name) or (row.op == "moe.experts" and not degrees.shares_experts):
             continue
-        kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.cut)
-        shape = [row.groups // kept, row.out_features // parts(row, degrees), row.in_features]
+        shape, ranks = [row.out_features // parts(row, degrees), row.in_features], degrees.cut
+        if row.op == "moe.experts":
+            shape, ranks = [row.groups // degrees.expert, row.out_features, row.in_features], degrees.expert_shard
         travels = is_gathered_in_fp8(in_fp8, row, degrees)
         stays = travels or not row.recipe.is_fp8
-        if not (stays and is_large(shape if row.groups > 1 else shape[1:], ranks)):
+        if not (stays and is_large(shape, ranks)):
             sizes[_block_of(name)] += math.prod(shape) * (1.0 if travels else 2.0)
     return sizes
 
@@ -305,7 +300,7 @@ def is_gathered_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
 def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Return the bytes of this rank's parts of the blocks' weights that are sent in FP8, by name."""
     return {
-        name: row.in_features * row.out_features * row.groups / _ranks(row, degrees)
+        name: row.num_weights / _ranks(row, degrees)
         for name, row in plan.gemms.items()
         if _block_of(name) and is_gathered_in_fp8(in_fp8, row, degrees)
     }
@@ -329,8 +324,7 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         if row.recipe.is_fp8:
-            groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
-            sizes[_gathered_with(name, row, degrees)] += 2.0 * row.in_features * row.out_features * groups
+            sizes[_gathered_with(name, row, degrees)] += 2.0 * row.num_weights / parts(row, degrees)
     beside = sizes.pop("", 0.0)
     if degrees.world == 1 or keeps:
         return beside + sum(sizes.values())

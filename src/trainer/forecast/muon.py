@@ -50,7 +50,7 @@ def _sizes(plan: Plan, steps: int, router: bool, config: Config) -> list[MuonSiz
         shapes = division(config.model, row).shapes((row.out_features, row.in_features))
         matrices, elements, work = astuple(sizes[kind])
         matrices += row.groups * sum(count for count, _, _ in shapes)
-        elements += row.groups * row.in_features * row.out_features
+        elements += row.num_weights
         work += row.groups * sum(count * flops(a, b, steps) for count, a, b in shapes)
         sizes[kind] = MuonSize(matrices, elements, work)
     return sizes

@@ -41,7 +41,7 @@ def account(model: ModelConfig, plan: Plan, length: int, tokens: float) -> tuple
     core = 3.0 * len(plan.cores) * model.num_heads * (model.qk_head_dim + model.v_head_dim) * length
     flops, others = core, (_moved_bytes(model, plan) + 34 * count_parameters(model).total / tokens) / BANDWIDTH
     for row in plan.gemms.values():
-        work = 6.0 * row.in_features * row.out_features * row.rows_per_token
+        work = 3 * row.flops_per_token
         flops, others = flops + work, others + work / GEMM[row.recipe.is_fp8]
     return core / CORE, others, flops
 

@@ -17,7 +17,9 @@ WIDTH = 16  # elements that an FP8 GEMM reads at a time
 
 
 def parts(row: GemmRow, degrees: Degrees) -> int:
-    """Return the number of ranks that `parallel.tensor` cuts a weight's columns or rows over."""
+    """Return the number of ranks over which a weight's experts, columns or rows are spread for computing."""
+    if row.op == "moe.experts":
+        return degrees.expert
     return degrees.tensor if row.op in CUT else 1
 
 
@@ -62,7 +64,7 @@ class _Widths(NamedTuple):
 def _widths(plan: Plan) -> _Widths:
     rows = list(plan.gemms.values())
     return _Widths(
-        cut=float(sum(row.in_features * row.out_features for row in rows if row.op in CUT)),
+        cut=float(sum(row.num_weights for row in rows if row.op in CUT)),
         kept=sum(row.in_features * row.recipe.input.bytes for row in rows if row.op in READ),
         reads=sum(row.in_features for row in rows if row.op in ("attn.q", "attn.q_b"))
         + sum(row.out_features for row in rows if row.op == "attn.kv_a"),
