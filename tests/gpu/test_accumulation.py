@@ -6,10 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from composed import config_of
+from composed import config_of, model_of
 
-from models import DeepSeek
-from precision import Plan
 from precision.backends.availability import cuda_problem
 from precision.hardware import detect
 
@@ -31,9 +29,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def shapes(model: str, kind: str) -> set[tuple[int, int]]:
     """Out and in features of the model's FP8 GEMMs: of linears or experts (`grouped`)."""
     config = config_of([f"model={model}", "+recipe=fp8_delayed"])
-    plan = Plan(config.precision, config.model.num_layers, None)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config)
     rows = [row for row in plan.gemms.values() if row.recipe.is_fp8 and (row.groups > 1) == (kind == "grouped")]
     return {(row.out_features, row.in_features) for row in rows}
 

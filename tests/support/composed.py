@@ -14,11 +14,15 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from models import DeepSeek
+from precision import Plan
+from precision.hardware import Gpu
 from trainer.config import Config, load
 from trainer.config.load import unknown_key
 from trainer.config.schema import fit
@@ -36,6 +40,13 @@ def config_of(overrides: Sequence[str]) -> Config:
         return fit(_resolved(tree, tree), Config, unknown_key)
     except KeyError:  # another kind of reference, or a wrong one
         return load(tree)
+
+
+def model_of(config: Config, gpu: Gpu | None = None) -> tuple[DeepSeek, Plan]:
+    """A config's model without memory, and its plan."""
+    plan = Plan(config.precision, config.model.num_layers, gpu)
+    with torch.device("meta"):
+        return DeepSeek(config.model, plan), plan
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")

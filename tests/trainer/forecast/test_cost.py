@@ -7,10 +7,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
-from composed import config_of
+from composed import config_of, model_of
 
-from models import DeepSeek
 from models.config import Activation
 from models.flops import arriving
 from precision import Plan
@@ -36,9 +34,7 @@ EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 
 def moonlight() -> tuple[Config, Plan]:
     batch = ["trainer.sequence_length=4096", "trainer.microbatch_size=2", "trainer.global_batch_size=64"]
     config = config_of(["model=moonlight_16b", "+recipe=fp8_delayed", *batch])
-    plan = Plan(config.precision, config.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config)
     return config, plan
 
 
@@ -46,9 +42,8 @@ def moonlight() -> tuple[Config, Plan]:
 def test_parameters_in_experts_and_outside_are_those_of_the_model(activation: Activation) -> None:
     """xIELU's two numbers an expert count outside."""
     config = config_of(["model=moonlight_16b", f"model.activation={activation.value}"])
-    plan = Plan(config.precision, config.model.num_layers)
-    with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in DeepSeek(config.model, plan).named_parameters()}
+    model, plan = model_of(config)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name and name.endswith(".weight"))
     assert parameters(plan, config=config.model) == (sum(sizes.values()) - experts, experts)
 
@@ -203,9 +198,7 @@ def test_owners_are_found_only_for_layouts_that_may_be_the_fastest(monkeypatch: 
     """They take longest. Costs are those of a layout alone."""
     batch = ["trainer.sequence_length=4096", "trainer.global_batch_size=64", "parallel.pipeline=1"]
     config = config_of(["model=moonlight_16b", "+recipe=fp8_delayed", "optim=muon_wsd", *batch])
-    plan = Plan(config.precision, config.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config)
     asked: list[Degrees] = []
 
     def counted(config: Config, plan: Plan, degrees: Degrees) -> float:
@@ -297,9 +290,7 @@ def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config,
 
 def test_a_stage_of_dense_blocks_alone_has_no_experts_to_send_to() -> None:
     config = config_of(["model=deepseek_v3", "trainer.global_batch_size=64", "parallel.stages=[3,58]"])
-    plan = Plan(config.precision, config.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config)
     found = cost(config, plan, Degrees(shard=4, expert=4, pipeline=2), H200S)
     assert found.memory > 0 and found.bubble > 0.3, "the other stage has nearly everything"
 

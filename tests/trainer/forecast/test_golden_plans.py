@@ -6,11 +6,7 @@ To accept a change: PYTHONPATH=tests/support python tests/trainer/forecast/test_
 from pathlib import Path
 
 import pytest
-import torch
-from composed import config_of
-
-from models import DeepSeek
-from precision import Plan
+from composed import config_of, model_of
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
@@ -24,9 +20,7 @@ CASES = [
 def plan_text(model: str, precision: str) -> str:
     """The resolved plan of a model under a table."""
     config = config_of([f"model={model}", f"precision={precision}"])
-    plan = Plan(config.precision, config.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config)
     return plan.to_text()
 
 

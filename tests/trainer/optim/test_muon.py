@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from composed import config_of
+from composed import config_of, model_of
 from torch import Tensor, nn
 
-from models import DeepSeek
 from models.matrices import Division
 from models.matrices import division as division_of
-from precision import Plan
 from trainer.config import Coefficients, Config, Iteration, Moments, MuonConfig, OptimConfig, OptimizerName, Schedule
 from trainer.forecast.cost import Machine, cost
 from trainer.forecast.memory import forecast_memory
@@ -172,9 +170,7 @@ def test_logical_matrices_move_as_parameters_of_their_own(
 @pytest.mark.parametrize("degrees", [Degrees(shard=4), Degrees(2, 2, 4), Degrees(shard=2, tensor=4)], ids=str)
 def test_the_forecast_counts_the_parts_of_a_rank(degrees: Degrees) -> None:
     made = config_of(["model=moonlight_16b", "optim=muon_wsd"])
-    plan = Plan(made.precision, made.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(made.model, plan)
+    _, plan = model_of(made)
     held = [0] * degrees.world
     for each in muon_layouts(made, plan, degrees).values():
         for part in each.parts:
@@ -186,18 +182,15 @@ def test_the_forecast_counts_the_parts_of_a_rank(degrees: Degrees) -> None:
 @pytest.mark.parametrize("name", ["moonlight_16b", "deepseek_v3"])
 def test_the_forecast_counts_what_the_model_has(name: str) -> None:
     made = config_of([f"model={name}", "optim=muon_wsd", "trainer.device=cpu"])
-    plan = Plan(made.precision, made.model.num_layers)
-    with torch.device("meta"):
-        sizes = {n: p.numel() for n, p in DeepSeek(made.model, plan).named_parameters()}
+    model, plan = model_of(made)
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
     mine = {f"{row}.weight" for row in muon_rows(made, plan)}
     size = muon_size(made, plan)
     assert size.elements == sum(sizes[n] for n in mine)
     left = sum(of for n, of in sizes.items() if n not in mine)
     assert forecast_memory(made, plan)["optimizer"] == 4.0 * size.elements + 8.0 * left
     narrow = config_of([f"model={name}", "optim=muon_wsd", "precision.table.optim.moments=bf16"])
-    in_bf16 = Plan(narrow.precision, narrow.model.num_layers)
-    with torch.device("meta"):
-        DeepSeek(narrow.model, in_bf16)
+    _, in_bf16 = model_of(narrow)
     assert forecast_memory(narrow, in_bf16)["optimizer"] == 2.0 * size.elements + 4.0 * left
     machine = Machine(1, 1, 1e12, 1e15, 1e12, 1e12)
     slower = cost(made, plan, Degrees(), machine).compute

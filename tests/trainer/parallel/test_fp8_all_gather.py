@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from composed import config_of
+from composed import config_of, model_of
 from ranks import joined
 from torch import Tensor
 
-from models import DeepSeek
-from precision import Plan, gemm_layers
+from precision import gemm_layers
 from precision.config import BackendChoice
 from precision.hardware import Gpu
 from trainer.config import Switch
@@ -152,9 +151,7 @@ def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) ->
 def test_fp8_all_gather_auto_is_on_where_there_are_kernels(precision: str, gpu: Gpu | None, on: bool) -> None:
     config = config_of([*RUN, *FSDP, f"precision={precision}"])
     config.precision.backend = BackendChoice.cuda if gpu else BackendChoice.reference
-    plan = Plan(config.precision, config.model.num_layers, gpu)
-    with torch.device("meta"):
-        DeepSeek(config.model, plan)
+    _, plan = model_of(config, gpu)
     assert config.parallel.fp8_all_gather is Switch.auto
     assert (
         any(is_gathered_in_fp8(config.parallel.fp8_all_gather, row, Degrees(shard=2)) for row in plan.gemms.values())
