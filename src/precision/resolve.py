@@ -24,14 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import (
-    HOPPER,
-    cuda_problem,
-    te_problem,
-    te_scaling,
-    wrong_kernels,
-    wrong_products,
-)
+from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_kernels, wrong_products
 from precision.config import Accumulation, BackendChoice, Granularity, Precision, PrecisionConfig
 from precision.errors import UserError
 from precision.formats import BF16, Format

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from precision.backends import availability
-from precision.config import (
-    Accumulation,
-    BackendChoice,
-    Granularity,
-    Method,
-    Precision,
-    PrecisionConfig,
-    ScalingConfig,
-)
+from precision.config import Accumulation, BackendChoice, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
 from precision.errors import UserError
 from precision.formats import BF16, FP32
 from precision.hardware import Gpu, detect

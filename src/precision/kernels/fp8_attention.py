@@ -30,14 +30,7 @@ from torch import Tensor
 
 from precision.formats import Format
 from precision.kernels import const, hopper_attention, hopper_attention_backward
-from precision.kernels.attention_tiles import (
-    by_position,
-    delta_kernel,
-    head_widths,
-    load_rows,
-    store_rows,
-    strides,
-)
+from precision.kernels.attention_tiles import by_position, delta_kernel, head_widths, load_rows, store_rows, strides
 from precision.kernels.common import (
     Cast,
     abs_bits,

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from trainer.config.data import SourceConfig
 from trainer.data.compressed import unpack, unpack_error
-from trainer.data.records import (
-    BLOCK_BYTES,
-    LONGEST_BYTES,
-    TOO_LONG,
-    Rows,
-    SkipLog,
-    check_column,
-)
+from trainer.data.records import BLOCK_BYTES, LONGEST_BYTES, TOO_LONG, Rows, SkipLog, check_column
 
 OPEN = "a quote that is not closed: the rest cannot be read"
 RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"

@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
-from trainer.checkpoint import (
-    OnEvent,
-    Verify,
-    checkpoint_name,
-    checkpoint_step,
-    newest_checkpoint,
-    verify_checkpoint,
-)
+from trainer.checkpoint import OnEvent, Verify, checkpoint_name, checkpoint_step, newest_checkpoint, verify_checkpoint
 from trainer.config.paths import as_typed
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import Loader, merge_ranges, window_name

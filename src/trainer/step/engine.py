@@ -13,13 +13,7 @@ from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
 from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
-from trainer.forecast.memory import (
-    is_gathered_in_fp8,
-    keeps_transposed,
-    pick_fsdp_policy,
-    records_graphs,
-    total_memory,
-)
+from trainer.forecast.memory import is_gathered_in_fp8, keeps_transposed, pick_fsdp_policy, records_graphs, total_memory
 from trainer.forecast.preflight import check_fsdp_policy
 from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host

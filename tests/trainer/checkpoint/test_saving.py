@@ -11,13 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainer.checkpoint import (
-    Checkpointer,
-    ShardView,
-    list_checkpoints,
-    read,
-    read_meta,
-)
+from trainer.checkpoint import Checkpointer, ShardView, list_checkpoints, read, read_meta
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import DTYPE_CODES
 
