@@ -5,8 +5,6 @@ A test's file is the program of its ranks, over gloo: `main` runs all cases of a
 """
 
 import dataclasses
-import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 
 import composed
 import torch
+from ranks import run_cases
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from precision import GroupedLinear
@@ -79,8 +78,9 @@ def count() -> None:
     ReferenceBackend.quantize_weight = quantised  # type: ignore[method-assign, assignment]
 
 
-def train(case: Case, world: World) -> list[dict[str, float]]:
+def train(_: str, case: Case, world: World) -> list[dict[str, float]]:
     """The metrics of each step, and what must be the same on all ranks."""
+    assert world.gather_numbers([world.rank, 0.1]) == [[other, 0.1] for other in range(world.size)]
     config = config_of(case)
     plain = dataclasses.replace(config, recompute=Recompute.none) if case.compiled else config
     engine = build_engine(plain, world.device, world=world)
@@ -118,20 +118,8 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
 
 
 def main(out: Path, chosen: Mapping[int, Mapping[str, Case]]) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    if size > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-    assert world.gather_numbers([float(rank), 0.1]) == [[float(other), 0.1] for other in range(size)]
     count()
-    curves = {name: train(case, world) for name, case in chosen[size].items()}
-    if rank == 0:
-        out.write_text(json.dumps(curves))
-    if size > 1:
-        dist.destroy_process_group()
+    run_cases(chosen, train, out)
 
 
 def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str = "loss/total") -> list[float]:
