@@ -2,12 +2,14 @@
 
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from trainer.data import DataConfig, Prepared, Source, prepare
+from trainer.data import Bins, DataConfig, Prepared, Source, prepare
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -43,6 +45,13 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """That folder prepared for 512 entries, not to be changed."""
     return prepare(config_of(corpus_folder, tmp_path_factory.mktemp("cache")), 512)
+
+
+@pytest.fixture(scope="session")
+def bins(prepared: Prepared) -> Bins:
+    """3,000 tokens, each its own place, so that a token says where it comes from."""
+    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
+    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
 
 
 @pytest.fixture

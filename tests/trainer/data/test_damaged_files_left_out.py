@@ -1,20 +1,9 @@
 """Windows that are left out are never read, and nothing else changes."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
-from trainer.data import Bins, Loader, Prepared
+from trainer.data import Bins, Loader
 from trainer.data.loader import merge_ranges
-
-
-@pytest.fixture(scope="module")
-def bins(prepared: Prepared) -> Bins:
-    """3,000 tokens, each its own place, so that a token says where it comes from."""
-    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
-    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
-
 
 RANGES = [[9, 14], [2, 3], [14, 15], [40, 90], [330, 360]]  # one batch, less, more, over the end of an epoch
 

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ports import free_port
 from small import SMALL
 from torch import Tensor
 
-from trainer.data import Bins, Loader, Prepared
+from trainer.data import Bins, Loader
 
 S, BATCH, STEPS = 24, 4, 26
 RUN = [*SMALL, "precision=fp32", "trainer.microbatch_size=1", "checkpoint.every=3", "model.num_layers=1"]
@@ -36,13 +35,6 @@ KILLED = -signal.SIGKILL
 
 
 # ------------------------------------------------------------------------------------------------ with the loader alone
-
-
-@pytest.fixture(scope="module")
-def bins(prepared: Prepared) -> Bins:
-    """3,000 tokens, each its own place, so that a token says where it comes from."""
-    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
-    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
 
 
 @pytest.mark.parametrize("seed", range(4))

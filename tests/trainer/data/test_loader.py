@@ -13,13 +13,6 @@ from trainer.data import Bins, Loader, Prepared, validation_batches
 from trainer.data.order import permute
 
 
-@pytest.fixture(scope="module")
-def bins(prepared: Prepared) -> Bins:
-    """3,000 tokens, each its own place, so that a token says where it comes from."""
-    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
-    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
-
-
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 2**63))
 def test_order_is_a_permutation_of_any_number(count: int, epoch: int, seed: int) -> None:
     windows = permute(np.arange(count), np.full(count, epoch), count, seed)
