@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision import Feed, GroupedLinear, Linear, Operand, Plan, PrecisionConfig, begin_step, bind
+from precision import Feed, GroupedLinear, Linear, Operand, Plan, PrecisionConfig, ScalingArena, begin_step, bind
 from precision.formats import BY_NAME, Format
 from precision.fused import quantize_for
 
@@ -79,6 +79,14 @@ def operands(
     return (xq, wq.t()), (dyq, wq), (dyq.t(), xq)
 
 
+def bound(config: PrecisionConfig, inner: int, outer: int) -> tuple[Linear, ScalingArena]:
+    """A linear with random weights, and its scales."""
+    plan = Plan(config, 1)
+    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", inner, outer))
+    torch.nn.init.normal_(layer.weight)
+    return layer, bind(layer, plan, "cpu")
+
+
 def check(got: Tensor, factors: tuple[Tensor, Tensor], name: str, what: str) -> None:
     """Off by no more than the rounding of the result (BF16, twice where a scale multiplies it) and FP32 sums."""
     rounding = {"fp32": 0.0, "bf16": 2.0**-8}.get(name, 2.0**-7)
@@ -94,10 +102,7 @@ def test_a_linear_is_three_gemms_in_fp8(recipe: Recipe, name: str, rows: int, in
     base, overrides = RECIPES[name]
     config = recipe(base, **overrides)
     torch.manual_seed(rows)
-    plan = Plan(config, 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", inner, outer))
-    torch.nn.init.normal_(layer.weight, std=0.1)
-    arena = bind(layer, plan, "cpu")
+    layer, arena = bound(config, inner, outer)
     dtype = layer.recipe.output.dtype
     x = (torch.randn(rows, inner) * torch.logspace(-2, 2, rows)[:, None]).to(dtype).requires_grad_()
     dy = (torch.randn(rows, outer) * 1e-6).to(dtype)
@@ -148,10 +153,7 @@ def test_grouped_gemms_with_uneven_and_empty_experts(recipe: Recipe, name: str, 
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 def test_a_row_of_zeros_costs_the_others_no_digits(recipe: Recipe, name: str) -> None:
     base, overrides = RECIPES[name]
-    plan = Plan(recipe(base, **overrides), 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 32, 48))
-    torch.nn.init.normal_(layer.weight)
-    arena = bind(layer, plan, "cpu")
+    layer, arena = bound(recipe(base, **overrides), 32, 48)
     x, dy = torch.randn(40, 32, dtype=torch.bfloat16), torch.randn(40, 48, dtype=torch.bfloat16) * 1e-6
     x[3], dy[7] = 0, 0
     begin_step(layer, arena)
@@ -159,7 +161,7 @@ def test_a_row_of_zeros_costs_the_others_no_digits(recipe: Recipe, name: str) ->
     assert layer.weight.grad is not None
     exact = dy.float().t() @ x.detach().float()
     # half a step is at most u of a number, uniform roundings have a mean square of u^2 / 3, and the factors' add up
-    scaling = plan.config.scaling
+    scaling = layer.recipe.scaling
     squares = [(torch.finfo(BY_NAME[f.value].dtype).eps / 2) ** 2 / 3 for f in (scaling.forward, scaling.backward)]
     assert (layer.weight.grad - exact).norm() < sum(squares) ** 0.5 * exact.norm()
 
@@ -168,10 +170,7 @@ def test_a_row_of_zeros_costs_the_others_no_digits(recipe: Recipe, name: str) ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_number_anywhere_shows_in_the_amaxes(recipe: Recipe, name: str, bad: float) -> None:
     base, overrides = RECIPES[name]
-    plan = Plan(recipe(base, **overrides), 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 32, 48))
-    torch.nn.init.normal_(layer.weight)
-    arena = bind(layer, plan, "cpu")
+    layer, arena = bound(recipe(base, **overrides), 32, 48)
     for place in ("input", "grad", "weight"):
         x, dy = torch.randn(5, 32, dtype=torch.bfloat16), torch.randn(5, 48, dtype=torch.bfloat16)
         spoilt = {"input": x, "grad": dy, "weight": layer.weight.data}[place]
@@ -217,10 +216,7 @@ def test_delayed_scale_saturates_what_outgrows_it(recipe: Recipe) -> None:
 
 def test_weights_are_quantised_once_a_step_and_from_bf16(recipe: Recipe) -> None:
     base, overrides = RECIPES["current"]
-    plan = Plan(recipe(base, **overrides), 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 64, 64))
-    torch.nn.init.normal_(layer.weight)
-    arena = bind(layer, plan, "cpu")
+    layer, arena = bound(recipe(base, **overrides), 64, 64)
     assert layer.operand is not None
     first = layer.operand.data.data_ptr()
     begin_step(layer, arena)
@@ -231,10 +227,7 @@ def test_weights_are_quantised_once_a_step_and_from_bf16(recipe: Recipe) -> None
 
 
 def test_only_fp8_is_kept_for_backward(recipe: Recipe) -> None:
-    plan = Plan(recipe("fp8_delayed"), 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 32, 48))
-    torch.nn.init.normal_(layer.weight)
-    bind(layer, plan, "cpu")
+    layer, _ = bound(recipe("fp8_delayed"), 32, 48)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
@@ -245,11 +238,9 @@ def test_only_fp8_is_kept_for_backward(recipe: Recipe) -> None:
 def test_numbers_that_multiply_can_be_read(recipe: Recipe, name: str) -> None:
     """An operand's and the weight's, as plain numbers, have the product that the layer computes."""
     base, overrides = RECIPES[name]
-    plan = Plan(recipe(base, **overrides), 1)
-    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 144, 272))
-    torch.nn.init.normal_(layer.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    bind(layer, plan, "cpu")
-    x = torch.randn(2, 37, 144, generator=torch.Generator().manual_seed(1)).to(layer.recipe.output.dtype)
+    torch.manual_seed(0)
+    layer, _ = bound(recipe(base, **overrides), 144, 272)
+    x = torch.randn(2, 37, 144).to(layer.recipe.output.dtype)
     delivered = quantize_for(x, Feed(layer))
     read = delivered.read() if isinstance(delivered, Operand) else delivered
     assert isinstance(delivered, Operand) == layer.recipe.is_fp8 and not (layer.recipe.is_fp8 and torch.equal(read, x))
