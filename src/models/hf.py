@@ -109,6 +109,11 @@ class Matrix:
     expert: int | None
     hf_names: tuple[str, ...]
 
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of each Hugging Face tensor. shape: of the whole tensor of ours."""
+        whole = shape if self.expert is None else shape[1:]
+        return whole[0] // len(self.hf_names), *whole[1:]
+
 
 def matrices(config: ModelConfig) -> list[Matrix]:
     """Return `name_map` without stacks, for code that moves a model piece by piece."""

@@ -20,9 +20,9 @@ from trainer.files import check_new
 from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TokenizerSource
-from trainer.offline.saved_model import check_tokenizer, config_at, given_folder
+from trainer.offline.saved_model import check_tokenizer, chosen_checkpoint, config_at
 from trainer.run.names import CONFIG
-from trainer.run.run_folder import find_checkpoint, saved_backends
+from trainer.run.run_folder import saved_backends
 
 
 def export_run(
@@ -41,9 +41,7 @@ def export_run(
     the result and remarks, a line each. Raises UserError for errors that the user can correct.
     """
     check_new(out)
-    given = given_folder(run, step)
-    remarks: list[str] = []
-    checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
+    checkpoint, remarks = chosen_checkpoint(run, step)
     folder, meta = checkpoint.parent.parent, read_meta(checkpoint)
     model = saved_model(meta, checkpoint)
     if mtp and not model.num_mtp_layers:

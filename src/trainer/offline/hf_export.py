@@ -163,8 +163,7 @@ def _units(config: ModelConfig, plain: torch.dtype, quantizer: Quantizer | None)
 
 
 def _unit(matrix: Matrix, shape: tuple[int, ...], plain: torch.dtype, quantizer: Quantizer | None) -> Unit:
-    whole = shape if matrix.expert is None else shape[1:]
-    part = (whole[0] // len(matrix.hf_names), *whole[1:])
+    part = matrix.part_shape(shape)
     if quantizer is None or not quantizer.is_fp8(matrix):
         dtype = torch.float32 if matrix.name.endswith(".bias") else plain
         return Unit(matrix, [Entry(name, dtype, part) for name in matrix.hf_names], [])

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from models import ModelConfig
 from models.config import plain_model
-from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
+from models.hf import from_hf_config, matrices, mtp_copies, shapes
 from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.state_tree import split
@@ -154,7 +154,7 @@ def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
     known = shapes(model)
     wanted: list[str] = []
     for matrix in matrices(model):
-        part = _part_shape(matrix, known[matrix.name])
+        part = matrix.part_shape(known[matrix.name])
         for name in matrix.hf_names:
             if name not in have:
                 raise UserError(f"{folder.folder}: lacks {name}; fetch the folder again, all files of it")
@@ -193,12 +193,6 @@ def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
                     raise UserError(f"{folder.folder}: {copy} differs from {original}, which MTP shares here")
 
 
-def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of each source tensor in a matrix of ours."""
-    whole = shape if matrix.expert is None else shape[1:]
-    return whole[0] // len(matrix.hf_names), *whole[1:]
-
-
 def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
     """Return some rows of a weight in FP32, from the start of a block on."""
     found = folder.rows(name, rows).float()
@@ -215,7 +209,7 @@ def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[
     known = shapes(model)
     for matrix in matrices(model):
         shape = known[matrix.name]
-        height, *width = _part_shape(matrix, shape)
+        height, *width = matrix.part_shape(shape)
         above = [] if matrix.expert is None else [matrix.expert]
         for i, name in enumerate(matrix.hf_names):
             for rows in row_steps(height, prod(width)):

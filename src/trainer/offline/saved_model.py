@@ -22,14 +22,7 @@ from precision import Plan, bind, refresh_weights
 from precision.errors import UserError
 from precision.hardware import detect
 from precision.proof import cached_proof
-from trainer.checkpoint import (
-    DamagedCheckpoint,
-    checkpoint_name,
-    checkpoint_step,
-    list_checkpoints,
-    read,
-    read_meta,
-)
+from trainer.checkpoint import DamagedCheckpoint, checkpoint_name, checkpoint_step, list_checkpoints, read, read_meta
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.checkpoint.storage import SavedTensors
 from trainer.config import RECIPE, Config, load
@@ -88,9 +81,7 @@ def open_run(
 
     Raises UserError, one line, for errors that the user can correct.
     """
-    given = given_folder(run, step)
-    remarks: list[str] = []
-    checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
+    checkpoint, remarks = chosen_checkpoint(run, step)
     folder = checkpoint.parent.parent
     tree = with_overrides(config_at(folder, checkpoint_step(checkpoint) or 0), overrides)
     tree["parallel"] |= ONE_PROCESS
@@ -116,11 +107,13 @@ def open_run(
     return Saved(folder, checkpoint, config, device, plan, model.eval(), state.get("validation"), remarks)
 
 
-def given_folder(run: Path, step: int | None) -> Path:
-    """Return the run's folder, or its checkpoint of a step. Raises UserError if there is none."""
+def chosen_checkpoint(run: Path, step: int | None) -> tuple[Path, list[str]]:
+    """Return a run's checkpoint of a step (None: the newest valid one; `run` may also be a checkpoint itself), and
+    remarks on those that are damaged. Raises UserError if there is none."""
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if given.is_dir():
-        return given
+        remarks: list[str] = []
+        return find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message)), remarks
     if step is not None and checkpoint_step(run) is not None:
         raise UserError(f"{run} --step {step}: it is a checkpoint already; give its run's folder, or leave --step out")
     there = ", ".join(str(checkpoint_step(path)) for path in list_checkpoints(run / CHECKPOINTS))
