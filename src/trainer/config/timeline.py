@@ -21,9 +21,9 @@ from trainer.config.schema import fit
 from trainer.config.sections import Config, TrainerConfig
 
 ENDLESS = 2**53
+"""Steps of a run with a length in epochs, until the text is known."""
 MOST_PARTS = 10_000
 """Of a ramp."""
-"""Steps of a run with a length in epochs, until the text is known."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase in steps: those after `begin`, up to `end`. segments: of it, in order."""
+    """A phase in steps: those after `begin`, up to `end`."""
 
     begin: int
     end: int

@@ -35,8 +35,7 @@ def finish(
     ends_early: bool,
 ) -> None:
     """Write validation files of about `most` bytes for each source, and prepared.json. ends_early: where a source of a
-    mixture was used up. Raises UserError if there is
-    nothing to train or validate on."""
+    mixture was used up. Raises UserError if there is nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
         before = skipped.found.get((each.path, each.why))
