@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from composed import config_of
+from run_lines import metrics
 
 from trainer.health.nvml import Gpu, Unavailable, find
 from trainer.health.power import Sampler
@@ -99,8 +100,7 @@ def test_a_run_has_them(gpu: Gpu, tmp_path: Path) -> None:
         *("health.power.seconds=0.1", "health.power.enabled=true", "logging.console.enabled=false"),
     ]
     Trainer(config_of(overrides)).train()
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "gpu/power_watts" in line]
+    lines = metrics(tmp_path / "runs" / "run", "gpu/power_watts")
     print(json.dumps({key: value for key, value in lines[-1].items() if key.startswith("gpu/")}, indent=1))
     assert len(lines) >= 4
     for line in lines:

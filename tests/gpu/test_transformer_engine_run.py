@@ -1,12 +1,12 @@
 """A training run on Transformer Engine's modules: it learns, its checkpoint is plain, it resumes from it."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from composed import config_of
+from run_lines import metrics
 
 from precision.backends.availability import te_missing
 from trainer.checkpoint import read
@@ -62,8 +62,7 @@ def config(tmp_path: Path) -> Make:
 
 
 def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss/total"] for line in lines if "loss/total" in line]
+    return [line["loss/total"] for line in metrics(run, "loss/total")]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

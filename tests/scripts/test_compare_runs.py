@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from composed import config_of
+from run_lines import metrics
 
 from trainer.trainer import Trainer
 
@@ -53,8 +54,7 @@ def compare(run_python: Run) -> Run:
 
 
 def last_validation(run: Path) -> float:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss/validation"] for line in lines if "loss/validation" in line][-1]
+    return metrics(run, "loss/validation")[-1]["loss/validation"]
 
 
 def is_png(path: Path) -> bool:

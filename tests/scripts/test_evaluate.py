@@ -1,7 +1,6 @@
 """A checkpoint's validation loss is what the run logged; BF16 stands beside it; the run's folder is only read."""
 
 import importlib.util
-import json
 import math
 import re
 import shutil
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from composed import tree_of
 from run_folders import snapshot
+from run_lines import metrics
 
 from trainer.data import DataConfig, Source, prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
@@ -42,8 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
 
 
 def logged(run: Path, step: int) -> float:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(line["loss/validation"] for line in lines if line["step"] == step and "loss/validation" in line)
+    return next(line["loss/validation"] for line in metrics(run, "loss/validation") if line["step"] == step)
 
 
 def scores(run: Path, step: int, most: int | None) -> Scores:

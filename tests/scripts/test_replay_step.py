@@ -1,6 +1,5 @@
 """A replayed step of a run: skipped or good, before or after a rewind; the run's folder is only read."""
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from run_folders import snapshot
+from run_lines import metrics
 from torch import Tensor
 
 from precision.errors import UserError
@@ -48,8 +48,7 @@ def again(target: ReplayTarget, *overrides: str, against: str = "bf16", faults: 
 
 
 def logged(run: Path, step: int) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(line for line in lines if line["step"] == step and "loss/total" in line)
+    return next(line for line in metrics(run, "loss/total") if line["step"] == step)
 
 
 def kept(row: TensorReading) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_lines import events
 
 from trainer.config import Config
 from trainer.data import prepare
@@ -22,18 +23,13 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def events(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["kind"] == "data"]
-
-
 def test_lines_that_are_left_out_are_reported_at_the_start(config: Configs, lines: Path, tmp_path: Path) -> None:
     words = ("data.source=files", f"data.path={lines}", "trainer.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}")
     with pytest.raises(ValueError, match=r"data\.skip_damaged=false: texts\.jsonl, line \d+: not JSON"):
         Trainer(config("run.name=a", *words))
     assert not (tmp_path / "runs").exists()
     run = Trainer(config("run.name=a", "data.skip_damaged=true", *words)).train().folder
-    (event,) = events(run)
+    (event,) = events(run, "data")
     assert event["message"].startswith("3 documents left out: 1 document of texts.jsonl (empty; line ")
     assert "(not JSON; " in event["message"] and "(no key text, which " in event["message"] and event["count"] == 3
 
@@ -50,7 +46,7 @@ def test_a_run_starts_from_what_was_prepared_ahead(config: Configs, lines: Path,
         config("run.name=a", "run.resume=auto", "trainer.max_steps=3", "data.source=bins", f"data.path={ahead.folder}")
     )
     assert trainer.step == 2 and trainer.train().step == 3
-    assert all("another one" not in event["message"] for event in events(run))
+    assert all("another one" not in event["message"] for event in events(run, "data"))
     lines.write_text(lines.read_text() + "\n")
     with pytest.raises(ValueError, match=r"ahead: contains different data, or an earlier state"):
         prepare(one.data, one.model.vocab_size, folder=tmp_path / "ahead")

@@ -1,11 +1,11 @@
 """A run with `trainer.document_masking` trains, evaluates and resumes within documents; without it nothing is asked."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from run_lines import metrics
 
 from trainer.config import Config
 from trainer.trainer import Trainer
@@ -14,8 +14,7 @@ Configs = Callable[..., Config]
 
 
 def losses(run: Path) -> list[tuple[float, ...]]:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [tuple(v for k, v in entry.items() if k.startswith("loss/")) for entry in entries]
+    return [tuple(v for k, v in line.items() if k.startswith("loss/")) for line in metrics(run)]
 
 
 def test_a_run_and_its_resume_stay_within_documents(

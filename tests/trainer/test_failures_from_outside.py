@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import resource
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_lines import events, metrics
 from torch import Tensor
 
 from trainer.config import Config
@@ -33,14 +33,6 @@ from trainer.trainer import Trainer
 Configs = Callable[..., Config]
 ROOT = Path(__file__).parents[2]
 LIMIT = 300_000  # bytes of a file: fewer than a checkpoint has, more than anything else here
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -80,7 +72,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(config: Configs, disk: Ca
     alerts = events(run, "alert")
     assert [(alert["step"], alert["rule"]) for alert in alerts] == [(3, "checkpoint"), (4, "checkpoint")]
     assert "File too large" in alerts[0]["message"] and "step_00000003" in alerts[0]["path"]
-    assert len(lines(run / "metrics.jsonl")) == 7
+    assert len(metrics(run)) == 7
 
 
 def test_a_run_whose_end_cannot_be_saved_reports_it_after_its_summary(
@@ -122,7 +114,7 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config:
     trainer.train()
     assert {name: (run / name).read_bytes() for name in before} == before
     assert checkpoints(run) == ["step_00000004", "step_00000006"]
-    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [4, 5, 6, 6]
+    assert [line["step"] for line in metrics(run)] == [4, 5, 6, 6]
     told = [(alert["rule"], alert["step"]) for alert in events(run, "alert")]
     assert ("disk", 4) in told
     with pytest.raises(ValueError, match="exists"):
@@ -168,12 +160,12 @@ def test_what_is_left_out_of_the_data_is_counted_and_reported(config: Configs, c
         Trainer(config("run.name=a", *words))
     assert not (tmp_path / "runs").exists()
     run = Trainer(config("run.name=a", "data.skip_damaged=true", *words)).train().folder
-    assert [line["data/skipped_shards"] for line in lines(run / "metrics.jsonl") if "loss/total" in line] == [1, 1]
+    assert [line["data/skipped_shards"] for line in metrics(run, "loss/total")] == [1, 1]
     (event,) = events(run, "data")
     assert "latin.txt (not UTF-8 text, byte 0 in line 1)" in event["message"]
     assert (event["count"], event["paths"]) == (1, ["latin.txt"])
     clean = Trainer(config("run.name=b", "trainer.max_steps=2")).train().folder
-    assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
+    assert events(clean, "data") == [] and metrics(clean)[0]["data/skipped_shards"] == 0
 
 
 PREPARES = """
@@ -232,7 +224,7 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
     )  # fmt: skip
     os.close(terminal)
     run, began = tmp_path / "runs" / "a", time.monotonic()
-    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < 3:
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
         with contextlib.suppress(OSError):  # nohup writes into a file
             if select.select([mine], [], [], 0.05)[0]:
                 os.read(mine, 1 << 16)
@@ -240,8 +232,8 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
         assert time.monotonic() < began + 300 and process.poll() is None
     os.close(mine)
     if ignored:
-        seen = len(lines(run / "metrics.jsonl"))
-        while len(lines(run / "metrics.jsonl")) < seen + 5:
+        seen = len(metrics(run))
+        while len(metrics(run)) < seen + 5:
             assert time.monotonic() < began + 300 and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
@@ -265,7 +257,7 @@ def test_a_second_signal_does_not_wait_for_the_end_of_the_step(
     finally:
         signal.signal(signal.SIGINT, before)
     run = trainer.run.folder.path
-    assert checkpoints(run) == ["step_00000002"] and lines(run / "metrics.jsonl")[-1]["step"] == 3
+    assert checkpoints(run) == ["step_00000002"] and metrics(run)[-1]["step"] == 3
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +311,7 @@ def test_a_signal_before_or_during_an_evaluation_saves_before_its_end(
     texts, saved = zip(*evaluated, strict=True)
     assert texts == ("evaluating 2/6", "evaluating 4/6", "evaluating 6/6")
     assert list(saved) == [[] if when == "during" else ["step_00000002"], *[["step_00000002"]] * 2]
-    assert [line["step"] for line in lines(folder.parent / "metrics.jsonl") if "loss/validation" in line] == [2]
+    assert [line["step"] for line in metrics(folder.parent, "loss/validation")] == [2]
 
 
 def test_a_signal_in_the_last_evaluation_is_reported_and_the_evaluation_continues(config: Configs) -> None:
@@ -346,5 +338,5 @@ def test_a_signal_in_the_last_step_skips_the_last_evaluation(config: Configs) ->
     with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 6, saved"):
         trainer.train()
     run = trainer.run.folder.path
-    assert not [line for line in lines(run / "metrics.jsonl") if "loss/validation" in line]
+    assert not metrics(run, "loss/validation")
     assert Trainer(config("run.name=a", "eval.every=0", "run.resume=auto")).train().validation_loss > 0

@@ -3,16 +3,15 @@
 Two ranks run this file as a program, over gloo.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from composed import config_of
 from ranks import joined
+from run_lines import bitwise, metrics
 from small import SMALL, write_corpus
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from trainer.config.timeline import Timeline
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
-BITWISE = ("loss/", "optim/", "moe/", "fp8/", "tokens")
 PHASES = (  # steps 1 to 4 of 2 sequences, 5 and 6 of 4, 7 and 8 of 6; from 9 on 4 twice as long
     "{until: 0.336K, global_batch_size: 6, batch_ramp: true}, {until: 8, mtp_loss_weight: 0.1},"
     "{until: 10, sequence_length: 48, global_batch_size: 4, router_bias_update_rate: 0, lr: 1e-3, lr_shape: linear},"
@@ -32,14 +30,6 @@ RUN = ["trainer.max_steps=12", "trainer.global_batch_size=2", "trainer.microbatc
 RUN += ["optim.lr=2e-3", f"trainer.phases=[{PHASES}]", "health.every=0", "checkpoint.keep=0", "eval.every=5"]
 SIZES = [2] * 4 + [4] * 2 + [6] * 2 + [4] * 4
 LENGTHS = [24] * 8 + [48] * 4
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def bitwise(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k == "step" or k.startswith(BITWISE)} for line in lines(run)]
 
 
 def seen(trainer: Trainer) -> list[tuple[int, ...]]:
@@ -82,7 +72,7 @@ def test_a_run_that_dies_at_each_boundary_gives_the_bits_of_one_that_did_not(con
     again.train()
     folder = whole.run.folder.path
     assert bitwise(again.run.folder.path) == bitwise(folder)
-    logged = {line["step"]: line for line in lines(folder) if "loss/lm" in line}
+    logged = {line["step"]: line for line in metrics(folder, "loss/lm")}
     assert logged[5]["optim/grad_norm"] is None or not math.isfinite(float(logged[5]["optim/grad_norm"]))
     assert [logged[step]["tokens"] for step in (4, 6, 8, 12)] == [192, 384, 672, 1440]
     weights = {step: (line["loss/total"] - line["loss/lm"] - line["loss/balance"]) / line["loss/mtp"]
@@ -115,7 +105,7 @@ def test_a_run_of_epochs_ends_with_them(config: Configs) -> None:
     trainer.train()
     tokens = 0.01 * trainer.run.data.train.sidecar.num_tokens
     assert tokens <= 96 * trainer.step < tokens + 96
-    assert [line["step"] for line in lines(trainer.run.folder.path) if "loss/lm" in line][-1] == trainer.step
+    assert [line["step"] for line in metrics(trainer.run.folder.path, "loss/lm")][-1] == trainer.step
     steps = [int(path.name[5:]) for path in (trainer.run.folder.path / "checkpoints").iterdir()]
     assert trainer.step in steps
 
@@ -141,9 +131,9 @@ def test_another_number_of_processes_takes_over_in_the_middle_of_it(
     whole = Trainer(config_of([*keys, "run.name=whole"]))
     whole.train()
     assert moved.run.loader.cursor == whole.run.loader.cursor
-    losses = [[line["loss/lm"] for line in lines(t.run.folder.path) if "loss/lm" in line] for t in (moved, whole)]
+    losses = [[line["loss/lm"] for line in metrics(t.run.folder.path, "loss/lm")] for t in (moved, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 12
-    assert Timeline(moved.config.trainer).tokens(12) == lines(moved.run.folder.path)[-2]["tokens"]
+    assert Timeline(moved.config.trainer).tokens(12) == metrics(moved.run.folder.path)[-2]["tokens"]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from pairwise import pairwise
 from run_folders import snapshot
+from run_lines import bitwise, events, metrics
 from small import write_corpus
 
 from trainer import build
@@ -28,21 +29,7 @@ Configs = Callable[..., Config]
 Small = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
 RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
-BITWISE = ("loss/", "optim/", "moe/", "fp8/")
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 LOOKS = "act/", "fp8/error", "fp8/saturated", "fp8/underflown"
-
-
-def bitwise(run: Path) -> list[dict]:
-    """The metrics that must not depend on what happened to the process."""
-    return [
-        {k: v for k, v in line.items() if k == "step" or k.startswith(BITWISE)} for line in lines(run / "metrics.jsonl")
-    ]
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -79,9 +66,9 @@ def stopped_after(config: Config, steps: int) -> Path:
 def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) -> None:
     cfg = config(f"+recipe={recipe}", "trainer.max_steps=20", "optim.lr=1e-2", "eval.every=10")
     trainer, run = train(cfg)
-    metrics = [line for line in lines(run / "metrics.jsonl") if "loss/lm" in line]
-    assert abs(metrics[0]["loss/lm"] - math.log(320)) < 0.1
-    assert metrics[-1]["loss/lm"] < metrics[0]["loss/lm"] - 1
+    logged = metrics(run, "loss/lm")
+    assert abs(logged[0]["loss/lm"] - math.log(320)) < 0.1
+    assert logged[-1]["loss/lm"] < logged[0]["loss/lm"] - 1
     wanted = {
         "step",
         "tokens",
@@ -94,11 +81,11 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     }
     wanted |= {"optim/lr", "perf/tokens_per_second", "perf/step_seconds", "perf/tflops_per_gpu", "memory/peak_gib"}
     wanted |= {"recovery/skipped_steps", "moe/load_max_over_mean"} | ({"fp8/scale_min"} if recipe != "bf16" else set())
-    assert wanted <= set(metrics[-1])
-    assert metrics[-1]["loss/total"] == pytest.approx(
-        metrics[-1]["loss/lm"] + 0.3 * metrics[-1]["loss/mtp"] + metrics[-1]["loss/balance"], rel=1e-5
+    assert wanted <= set(logged[-1])
+    assert logged[-1]["loss/total"] == pytest.approx(
+        logged[-1]["loss/lm"] + 0.3 * logged[-1]["loss/mtp"] + logged[-1]["loss/balance"], rel=1e-5
     )
-    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line] == [10, 20]
+    assert [line["step"] for line in metrics(run, "loss/validation")] == [10, 20]
     for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
         assert (run / name).stat().st_size >= 0
     assert (run / "precision_plan.txt").read_text() == trainer.run.engine.plan.to_text()
@@ -150,11 +137,11 @@ def test_a_bad_step_changes_nothing_and_is_reported(config: Configs, recipe: str
     assert changed == []
     assert any(not torch.equal(tensor, kept[4][name]) for name, tensor in kept[3].items()), "the next step counts again"
     assert summary.skipped_steps == 1 and math.isfinite(summary.validation_loss)
-    (event,) = [line for line in lines(summary.folder / "events.jsonl") if line["kind"] == "nonfinite"]
+    (event,) = events(summary.folder, "nonfinite")
     assert event["step"] == 3
     module, direction = PLACES[where]
     assert event["module"].startswith(module) and event["where"] == direction, event
-    assert lines(summary.folder / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 1
+    assert metrics(summary.folder)[-2]["recovery/skipped_steps"] == 1
 
 
 def test_too_many_bad_steps_stop_the_run(config: Configs) -> None:
@@ -178,9 +165,8 @@ def test_a_stopped_run_resumes_bit_for_bit(config: Configs, recipe: str) -> None
     run = stopped_after(config(*common, "run.name=stopped"), 3)
     train(config(*common, "run.name=stopped", "profile.steps=[2,3]"))
     assert bitwise(run) == bitwise(whole)
-    events = lines(run / "events.jsonl")
-    assert any(line["kind"] == "resume" for line in events)
-    said = [line["message"].partition(";")[0] for line in events if line["kind"] == "config"]
+    assert events(run, "resume")
+    said = [line["message"].partition(";")[0] for line in events(run, "config")]
     too_late = "has no effect: the run resumes after step 3"
     assert said == [f"profile.steps=[2, 3] {too_late}", f"debug.inject.step=2 {too_late}"]
 
@@ -233,14 +219,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) 
     file.write_bytes(file.read_bytes()[:-10])
     trainer, _ = train(config(*common))
     assert trainer.run.folder.first_step == 4
-    assert any(file.name in line["message"] for line in lines(run / "events.jsonl"))
+    assert any(file.name in line["message"] for line in events(run))
 
 
 def test_a_run_may_resume_in_another_precision(config: Configs) -> None:
     run = stopped_after(config("+recipe=fp8_delayed", "run.name=run", "run.resume=auto"), 3)
     _, same = train(config("+recipe=bf16", "run.name=run", "run.resume=auto"))
     assert same == run
-    messages = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "resume"]
+    messages = [line["message"] for line in events(run, "resume")]
     assert any("fp8_delayed -> bf16" in message for message in messages)
     assert "bf16" in (run / "precision_plan.txt").read_text().splitlines()[0]
 
@@ -257,9 +243,8 @@ def test_a_resumed_run_prints_a_learning_rate_that_moves(config: Configs) -> Non
     skipped = moved_rate(checkpoint_origin(config(*words), ""), config(*words, "trainer.max_steps=12"), 3, committed=2)
     assert skipped == line, "the decay counts skipped steps"
     for name, expected in (("same", []), ("run", [line])):
-        events = lines(run.with_name(name) / "events.jsonl")
-        said = [line["message"] for line in events if line["message"].startswith("learning rate")]
-        assert said == expected
+        said = [line["message"] for line in events(run.with_name(name))]
+        assert [message for message in said if message.startswith("learning rate")] == expected
 
 
 def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
@@ -321,9 +306,9 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_resumes(config: Config
     _, same = train(config(*keys))
     assert same == run
     text = "run.init_from={}: has no effect: the run resumes from its own checkpoint"
-    assert not any("init_from" in line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config")
+    assert not any("init_from" in line["message"] for line in events(run, "config"))
     train(config(*keys[:2], f"run.init_from={tmp_path / 'another'}", "trainer.max_steps=7"))
-    told = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config"]
+    told = [line["message"] for line in events(run, "config")]
     assert told == [text.format(tmp_path / "another")]
     with pytest.raises(ValueError, match=r"run\.init_from=.*no checkpoint there"):
         Trainer(config("run.name=new", "run.resume=auto", keys[-1]))
@@ -341,7 +326,7 @@ def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, mo
         trainer.train()
     later, run = train(config("run.name=run", "run.resume=auto", "trainer.max_steps=2"))
     assert later.step == 2 and (run / "checkpoints" / "step_00000002").is_dir()
-    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line][-1] == 2
+    assert [line["step"] for line in metrics(run, "loss/validation")][-1] == 2
 
 
 def test_the_last_evaluation_reads_up_to_its_limit(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +365,7 @@ def test_weights_of_another_tokenizer_raise_an_alert_whose_remedy_works(config: 
     for more, alerts in ((), 1), ((f"data.tokenizer={own}",), 0):
         other = Trainer(config(*keys, *more)).run
         other.close(None)
-        found = [
-            line["message"] for line in lines(other.folder.path / "events.jsonl") if "tokenizer" in line["message"]
-        ]
+        found = [line["message"] for line in events(other.folder.path) if "tokenizer" in line["message"]]
         assert len(found) == alerts and all(f"set data.tokenizer={own}" in message for message in found)
 
 

@@ -1,6 +1,5 @@
 """Checkpoints on GPUs: what a save costs training, and 2, 1 and 2 GPUs that are one run."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_lines import metrics
 from small import SMALL
 
 from trainer.checkpoint import Checkpointer, ShardView, read
@@ -49,8 +49,7 @@ def train(folder: Path, corpus: Path, size: int, steps: int, *more: str) -> list
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
     command = [*(ranks if size > 1 else [sys.executable]), str(ROOT / "train.py"), *RUN, *places, *more]
     subprocess.run([*command, f"trainer.max_steps={steps}"], check=True, timeout=600)
-    lines = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss/total"] for line in lines if "loss/total" in line]
+    return [line["loss/total"] for line in metrics(folder / "a", "loss/total")]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,11 +1,11 @@
 """A bad step on a GPU: kept on the device without waiting, read at the log, run again there, and by replay_step."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from run_lines import events
 
 from trainer.config import Config
 from trainer.offline.replay import config_of, find, replay
@@ -46,8 +46,7 @@ def test_a_bad_step_is_reported_at_the_log_and_replayed(
     fault = f"debug.inject={{step: {step}, where: activation, value: inf}}"
     places = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "run.name=run"]
     run = Trainer(config(*RUN, *places, fault, f"compile.enabled={compiled}")).train().folder
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    (event,) = [line for line in lines if line["kind"] == "nonfinite"]
+    (event,) = events(run, "nonfinite")
     assert event["tensor"].endswith(".attn") and event["where"] == "forward" and event["amax"] == "inf"
     first = 8 * (step - 1)
     if last:

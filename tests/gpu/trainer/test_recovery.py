@@ -1,12 +1,12 @@
 """The ladder on a GPU: verdicts are read late, spikes cost no waiting, a rewind is in place, under CUDA graphs too."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from run_lines import events, metrics
 
 from trainer.config import Config
 from trainer.step.engine import Engine
@@ -40,17 +40,13 @@ def test_a_rewind_ends_where_a_run_without_the_data_does(
     pointers = [p.data_ptr() for p in trainer.run.engine.model.parameters()]
     run = trainer.train().folder
     assert [p.data_ptr() for p in trainer.run.engine.model.parameters()] == pointers
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    (rollback,) = [event for event in events if event["kind"] == "rollback"]
+    (rollback,) = events(run, "rollback")
     assert (rollback["step"], rollback["first"], rollback["to"]) == (10, 8, 6)
     assert loader.state_dict()["left_out"] == [[BAD.start, BAD.stop]]
     plain = Trainer(config(*keys, "run.name=plain"))
     plain.run.loader.leave_out([[BAD.start, BAD.stop]])
     plain.train()
-    ours, theirs = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("rewound", "plain")
-    )
+    ours, theirs = (metrics(tmp_path / name) for name in ("rewound", "plain"))
     for key in ("loss/total", "loss/validation"):
         assert [line[key] for line in ours if key in line] == pytest.approx(
             [line[key] for line in theirs if key in line], rel=5e-3

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_lines import events
 
 from trainer.config import Config
 from trainer.health.alerts import QUIET, Alert, Alerts, Entry, History, Rule
@@ -116,21 +117,16 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
 
 def test_a_healthy_run_raises_no_alert_and_one_that_diverges_does(config: Configs) -> None:
     """Whole runs: 22 steps with a fitting learning rate, 6 with one a thousand times too high, which then resumes."""
-
-    def alerts_of(run: Path) -> list[dict]:
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-        return [event for event in events if event["kind"] == "alert"]
-
     busy = "health.alerts.throughput_drop=null"  # as the machine may be
     fit = ("+recipe=fp8_delayed", "optim.lr=3e-3", "health.every=10", "trainer.max_steps=22")
-    assert alerts_of(Trainer(config(*fit, busy)).train().folder) == []
+    assert events(Trainer(config(*fit, busy)).train().folder, "alert") == []
 
     wild = (busy, "optim.lr=10", "run.name=wild", "checkpoint.every=0")
     run = Trainer(config(*wild, "trainer.max_steps=6")).train().folder
-    (alert,) = [event for event in alerts_of(run) if event["rule"] == "loss_rise"]
+    (alert,) = [event for event in events(run, "alert") if event["rule"] == "loss_rise"]
     assert alert["value"] > alert["threshold"] and "diverges" in alert["message"] and alert["step"] <= 6
     Trainer(config(*wild, "trainer.max_steps=9", "run.resume=auto")).train()
-    assert len([event for event in alerts_of(run) if event["rule"] == "loss_rise"]) == 1
+    assert len([event for event in events(run, "alert") if event["rule"] == "loss_rise"]) == 1
 
 
 def test_alerts_can_be_off(config: Configs) -> None:

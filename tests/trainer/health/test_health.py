@@ -1,15 +1,14 @@
 """Looks inside and shadows change nothing in training, bit for bit; what they say is what happened; where it is
 written."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_lines import events, lines, metrics
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -200,17 +199,13 @@ def test_entropy_of_loads() -> None:
     assert statistics["load_max_over_mean"].tolist() == [1, 4, 2]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_run_writes_metrics_and_tensors(config: Configs) -> None:
     keys = ["+recipe=fp8_delayed", "run.name=it", "logging.every=4", "health.every=3", "health.shadow_every=5"]
     folder = Trainer(config(*keys, "checkpoint.every=4")).train().folder
-    metrics = {line["step"]: line for line in lines(folder / "metrics.jsonl") if "loss/total" in line}
+    logged = {line["step"]: line for line in metrics(folder, "loss/total")}
     names, *entries = lines(folder / "tensors.jsonl")
-    assert list(metrics) == [entry["step"] for entry in entries] == [1, 3, 4, 5, 6]
-    for step, (line, entry) in enumerate(zip(metrics.values(), entries, strict=True)):
+    assert list(logged) == [entry["step"] for entry in entries] == [1, 3, 4, 5, 6]
+    for step, (line, entry) in enumerate(zip(logged.values(), entries, strict=True)):
         step = line["step"]
         assert 0 < line["optim/update_ratio"] < 0.1 and line["memory/allocated_gib"] > 0
         assert line["moe/entropy_worst"] <= line["moe/entropy"] <= 1 and 0 < line["moe/bias_max"] < 0.1
@@ -227,11 +222,11 @@ def test_a_run_writes_metrics_and_tensors(config: Configs) -> None:
     assert names["names"]["blocks"] == ["layers.0", "layers.1", "mtp.0"]
     assert all(len(look["blocks"][f"kurtosis_{place}"]) == 3 for place in ("qkv", "ffn", "block"))
     assert [sum(block) for block in look["load"]] == [4 * 24 * 2] * 2
-    assert max(look["fp8"]["error"]) == pytest.approx(metrics[3]["fp8/error_worst"], rel=1e-3)
+    assert max(look["fp8"]["error"]) == pytest.approx(logged[3]["fp8/error_worst"], rel=1e-3)
     assert 0 < shadowed["shadow"]["cosine"]["lm_head"] <= 1
     of_all = zip(shadowed["shadow"]["cosine"].values(), shadowed["shadow"]["share"].values(), strict=True)
     worst = min(cosine for cosine, share in of_all if share >= COUNTS)
-    assert metrics[5]["shadow/cosine_worst"] == pytest.approx(worst, rel=1e-3)
+    assert logged[5]["shadow/cosine_worst"] == pytest.approx(worst, rel=1e-3)
 
     folder = Trainer(config(*keys, "run.resume=auto", "trainer.max_steps=7", "checkpoint.every=0")).train().folder
     again = lines(folder / "tensors.jsonl")
@@ -244,7 +239,7 @@ def test_a_sampled_step_with_every_logged_line(config: Configs) -> None:
     keys += ["model.num_layers=1", "model.num_mtp_layers=0"]
     for every, inside in (("null", [1, 2, 4, 5]), ("4", [4]), ("0", [])):
         folder = Trainer(config(*keys, f"health.every={every}", f"run.name=every{every}")).train().folder
-        logged = [line for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
+        logged = metrics(folder, "loss/total")
         assert [line["step"] for line in logged] == [1, 2, 4, 5]
         assert [line["step"] for line in logged if "fp8/error_mean" in line] == inside
         assert [line["step"] for line in logged if "act/kurtosis_qkv" in line] == inside
@@ -259,9 +254,9 @@ def test_a_shadow_without_memory_costs_shadows_and_not_the_run(
     monkeypatch.setattr(shadow, "compare", full)
     keys = ["+recipe=fp8_delayed", "health.shadow_every=2", "trainer.max_steps=4"]
     folder = Trainer(config(*keys)).train().folder
-    (alert,) = (event for event in lines(folder / "events.jsonl") if event["kind"] == "alert")
+    (alert,) = events(folder, "alert")
     assert alert["step"] == 2 and alert["message"].startswith("health.shadow_every=2: not enough memory")
-    assert [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(folder, "loss/total")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

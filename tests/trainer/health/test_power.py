@@ -1,6 +1,5 @@
 """Power and heat: what a thread gathers from a GPU, what ranks make of it together, and that a run logs it."""
 
-import json
 import math
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from run_lines import events, metrics
 
 from trainer.config import Config
 from trainer.config.health import PowerConfig
@@ -293,12 +293,10 @@ def test_a_run_logs_power_and_heat(
     monkeypatch.setattr(trainer, "_step", spend)
     trainer.train()
     run = tmp_path / "runs" / "warm"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "gpu/power_watts" in line][-1]
+    last = metrics(run, "gpu/power_watts")[-1]
     assert last["gpu/temperature_c"] == 91 and last["gpu/clock_mhz"] == 990 and last["gpu/throttled_thermal"] == 1
     assert last["gpu/tokens_lost"] == pytest.approx(4 * 24)  # half the clock: as many tokens again
     assert last["gpu/joules_per_token"] == pytest.approx(last["gpu/power_watts"] / last["perf/tokens_per_second"])
     assert last["gpu/joules_per_step"] == pytest.approx(last["gpu/joules_per_token"] * 4 * 24)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert {"throttled", "gpu_celsius"} <= {event.get("rule") for event in events if event["kind"] == "alert"}
+    assert {"throttled", "gpu_celsius"} <= {alert.get("rule") for alert in events(run, "alert")}
     assert "metering NVIDIA H200 GPU-" in (run / "logs" / "rank0.log").read_text()

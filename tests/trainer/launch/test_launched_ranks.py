@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_lines import events, metrics
 
 from trainer.launch.launcher import Launch
 from trainer.launch.world import World
@@ -62,10 +63,6 @@ def run(start: Start) -> Run:
 def said(err: str) -> list[str]:
     """The lines of ours."""
     return [line for line in err.splitlines() if line.startswith("octet: ")]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def processes_of(launcher: int) -> list[int]:
@@ -141,10 +138,10 @@ def test_a_failure_of_one_rank_ends_all_and_is_reported_once(fault: str, tmp_pat
     assert code == expected and time.monotonic() - began < 60, err
     assert out.count("step 2/6") == 1  # rank 0 has the screen
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
-    failures = [event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]
+    failures = events(folder, "failure")
     if not says:
         assert err == "" and failures == []
-        assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
         assert "step 6/6" in (folder / "logs" / "rank1.log").read_text()
         return
     own = [line for line in said(err) if "ended by SIGKILL" not in line]  # of the one that did not listen
@@ -262,12 +259,12 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     wait_for(folder / "metrics.jsonl", process)
     process.send_signal(signal.SIGTERM)
     code, out, err = end(process)
-    step = lines(folder / "metrics.jsonl")[-1]["step"]
+    step = metrics(folder)[-1]["step"]
     assert code == 128 + signal.SIGTERM and out.count("packing the text") == 1
     how = f"resume with run.resume={tmp_path / 'runs' / 'a'}"
     expected = f"octet: stopped by SIGTERM after step {step}, saved; {how}"
     assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
-    assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
+    assert [event["kind"] for event in events(folder)].count("signal") == 1
     assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()
 
     # a killed rank: torchrun starts both again, and they resume from the last checkpoint, with the run's settings
@@ -281,9 +278,9 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     assert f"rank 0 ({os.uname().nodename}, process {victim}) was killed by SIGKILL" in err
     assert out.count("resumed from step_") == 2
     assert f"settings of runs/a; changed here: trainer.max_steps 1000 -> {step + 40}\n" in out
-    trained = [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
+    trained = [line["step"] for line in metrics(folder, "loss/total")]
     assert trained == list(range(1, step + 41))
-    assert [event["rank"] for event in lines(folder / "events.jsonl") if event["kind"] == "failure"] == [0]
+    assert [event["rank"] for event in events(folder, "failure")] == [0]
 
 
 # ------------------------------------------------------------------------------------------------------ scripts/launch
@@ -362,7 +359,7 @@ def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_
     assert len(said(err)) == 1, err
     assert f"rank {rank} (" in err or "lost the job's store" in err  # the store was on one of them
     assert end(lost)[0] == -signal.SIGKILL
-    assert len([event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]) == 1
+    assert len(events(folder, "failure")) == 1
 
 
 def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path, run: Run):
@@ -390,7 +387,7 @@ def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path, 
     folder = tmp_path / "runs" / "a"
     assert code == 0, err
     assert len([line for line in said(err) if "the text yields only" in line]) == 1
-    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 2]
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 2]
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     traces = sorted((folder / "profile").iterdir())
     assert [path.name for path in traces] == [f"trace_step2-2_rank{rank}.json.gz" for rank in (0, 1)]

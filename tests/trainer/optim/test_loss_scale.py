@@ -1,13 +1,12 @@
 """Loss scaling: GradScaler's decisions, gradients without the scale, and overflows are distinguished from NaNs."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from run_lines import events, metrics
 from torch import Tensor
 
 from models import DeepSeek
@@ -37,12 +36,8 @@ def trained(engine: Engine, steps: int) -> list[StepResult]:
     return [train_step(engine, step, windows(step), 2) for step in range(1, steps + 1)]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def scales(run: Path) -> dict[int, float | None]:
-    return {line["step"]: line.get("optim/loss_scale") for line in lines(run / "metrics.jsonl") if "loss/lm" in line}
+    return {line["step"]: line.get("optim/loss_scale") for line in metrics(run, "loss/lm")}
 
 
 def test_its_decisions_are_those_of_gradscaler() -> None:
@@ -132,12 +127,11 @@ def test_the_ladder_hears_of_an_overflow_only_at_the_smallest_scale(config: Conf
     with pytest.raises(TrainingStopped, match=r"3 steps in a row skipped .* from step 4 on"):
         Trainer(config(*keys, bad, "trainer.max_steps=12")).train()
     run = Path(config(*keys).run.dir) / "run"
-    events = lines(run / "events.jsonl")
-    overflows = [event for event in events if event["kind"] == "loss_scale"]
+    overflows = events(run, "loss_scale")
     assert [(event["step"], event["loss_scale"]) for event in overflows] == [(2, 4), (3, 2)]
     assert "at a loss scale of 4, first at" in overflows[0]["message"] and "becomes 2" in overflows[0]["message"]
-    assert [event["step"] for event in events if event["kind"] == "nonfinite"] == [4, 5, 6]
-    (last,) = [line for line in lines(run / "metrics.jsonl") if line["step"] == 5]
+    assert [event["step"] for event in events(run, "nonfinite")] == [4, 5, 6]
+    (last,) = [line for line in metrics(run) if line["step"] == 5]
     assert (last["recovery/skipped_steps"], last["recovery/loss_scale_skips"]) == (4, 2)
 
 
@@ -162,7 +156,7 @@ def test_a_run_that_is_resumed_has_the_scales_of_one_that_was_not(config: Config
     few = "recovery.max_consecutive_skips=2", "run.resume=auto"
     keys = (*RUN, *TOO_HIGH, *few)
     whole = Trainer(config(*keys, "trainer.max_steps=15", "run.name=whole")).train()
-    kinds = [event["kind"] for event in lines(whole.folder / "events.jsonl")]
+    kinds = [event["kind"] for event in events(whole.folder)]
     assert kinds.count("loss_scale") == whole.skipped_steps > 3 and not {"nonfinite", "rollback"} & set(kinds)
     Trainer(config(*keys, "trainer.max_steps=13")).train()
     run = Trainer(config(*keys, "trainer.max_steps=15")).train().folder

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from composed import config_of
+from run_lines import events, metrics
 from small import SMALL, write_corpus
 
 from trainer.checkpoint import (
@@ -265,12 +266,8 @@ def same(ours: Any, theirs: Any) -> None:
         assert isinstance(tensor, torch.Tensor) and torch.equal(tensor, torch.as_tensor(other_tensors[name])), name
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def losses(folder: Path, name: str) -> list[float]:
-    return [line["loss/total"] for line in lines(folder / "runs" / name / "metrics.jsonl") if "loss/total" in line]
+    return [line["loss/total"] for line in metrics(folder / "runs" / name, "loss/total")]
 
 
 def test_4_2_1_and_4_ranks_are_one_run(played: Path) -> None:
@@ -335,14 +332,14 @@ def test_a_rank_reads_only_what_it_holds(played: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_named_and_the_checkpoint_before_used(played: Path) -> None:
     run = played / "runs" / "damaged"
-    said = [event["message"] for event in lines(run / "events.jsonl")]
+    said = [event["message"] for event in events(run)]
     assert any("damaged checkpoint skipped" in m and "rank00001.safetensors" in m for m in said), said
     assert any(m.startswith("resumed from step_00000006") for m in said)
     assert losses(played, "damaged")[:7] == pytest.approx(losses(played, "whole")[:7], abs=1e-5)
 
 
 def test_a_run_of_ranks_begins_from_weights_and_resumes_in_another_precision(played: Path) -> None:
-    said = [event["message"] for event in lines(played / "runs" / "from" / "events.jsonl")]
+    said = [event["message"] for event in events(played / "runs" / "from")]
     assert any(m.startswith("weights from") and "runs/a/checkpoints/step_00000008" in m for m in said), said
     assert any("precision recipe bf16 -> fp8_delayed" in m for m in said), said
     began, went_on = losses(played, "from")

@@ -3,7 +3,6 @@
 Two ranks run this file as a program, over gloo.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from composed import config_of
 from ranks import joined
+from run_lines import metrics
 from small import SMALL
 
 from trainer.trainer import Trainer
@@ -31,8 +31,7 @@ def main(folder: Path) -> None:
 
 
 def losses(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key.startswith("loss/")} for line in lines]
+    return [{key: value for key, value in line.items() if key.startswith("loss/")} for line in metrics(run)]
 
 
 def test_document_masks_on_two_ranks_equal_one(tmp_path: Path, start_ranks: Callable[..., None]) -> None:

@@ -3,7 +3,6 @@
 The ranks run this file as a program, over gloo.
 """
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import torch
 from composed import config_of
 from ports import free_port
 from ranks import joined
+from run_lines import metrics
 
 from trainer.trainer import Trainer
 
@@ -53,8 +53,7 @@ def start(programs: Any, last: int, overrides: list[str]) -> list[int]:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key.startswith(COMPARED)} for line in lines]
+    return [{key: value for key, value in line.items() if key.startswith(COMPARED)} for line in metrics(run)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are killed")

@@ -3,7 +3,6 @@
 Two ranks run this file as a program, over gloo.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from composed import config_of
 from ranks import joined
+from run_lines import events, metrics
 from small import SMALL, write_corpus
 
 from trainer.step.guard import TrainingStopped
@@ -63,12 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., 
 
 
 def test_a_fault_on_one_rank_rewinds_all(folder: Path) -> None:
-    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    kinds = [(event["kind"], event["step"]) for event in events if event["kind"] in ("spike", "nonfinite", "rollback")]
-    assert kinds == [("spike", 5), ("nonfinite", 6), ("rollback", 6)]
-    (rollback,) = [event for event in events if event["kind"] == "rollback"]
+    found = events(folder / "run", "spike", "nonfinite", "rollback")
+    assert [(event["kind"], event["step"]) for event in found] == [("spike", 5), ("nonfinite", 6), ("rollback", 6)]
+    rollback = found[-1]
     assert rollback["to"] == 4 and rollback["windows"] == [[WINDOWS.start, WINDOWS.stop]]
-    steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in metrics(folder / "run")]
     assert sorted(set(steps)) == list(range(1, 10)) == sorted(steps)[:-1]
 
 

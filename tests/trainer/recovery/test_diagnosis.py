@@ -13,6 +13,7 @@ import pytest
 import torch
 from composed import config_of
 from ranks import joined
+from run_lines import events
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,8 +43,7 @@ def event_of(config: Config, steps: int = 2) -> tuple[Trainer, dict[str, Any]]:
         trainer.step = step
         trainer._step(trainer.run.loader.next())
     trainer.run.close(None)
-    lines = (trainer.run.folder.path / "events.jsonl").read_text().splitlines()
-    (event,) = [entry for line in lines if (entry := json.loads(line))["kind"] == "nonfinite"]
+    (event,) = events(trainer.run.folder.path, "nonfinite")
     return trainer, event
 
 
@@ -121,8 +121,7 @@ def test_a_scale_that_was_left_behind_is_named(config: Configs) -> None:
     trainer.step = 2
     trainer._step(trainer.run.loader.next())
     trainer.run.close(None)
-    lines = (trainer.run.folder.path / "events.jsonl").read_text().splitlines()
-    event = json.loads(lines[-1])
+    event = events(trainer.run.folder.path)[-1]
     assert event["module"] == "layers.0.attn.o" and event["tensor"] == "layers.0.attn.o:input", event
     assert event["scale"] == pytest.approx(scale) and event["limit"] == 448.0
     assert f"for numbers up to {448 / scale:.3g}" in event["message"]
@@ -152,7 +151,7 @@ def test_a_later_microbatch_and_its_text(config: Configs) -> None:
     trainer.step = 1
     trainer._step(tokens)
     trainer.run.close(None)
-    event = json.loads((trainer.run.folder.path / "events.jsonl").read_text().splitlines()[-1])
+    event = events(trainer.run.folder.path)[-1]
     assert (event["microbatch"], event["windows"]) == (1, [2, 2])
     assert event["elements"] == 24 * 64 and event["of"] == 2 * 24 * 64
     assert text_at(trainer, event["tokens"][0]).startswith(event["text"].removesuffix("..."))
@@ -165,7 +164,7 @@ def test_what_does_not_come_again_is_reported(config: Configs) -> None:
     trainer.step = 1
     trainer._step(tokens)
     trainer.run.close(None)
-    event = json.loads((trainer.run.folder.path / "events.jsonl").read_text().splitlines()[-1])
+    event = events(trainer.run.folder.path)[-1]
     assert event["elements"] == 0 and event["windows"] == [2, 3]
     assert "finite when the same microbatch ran again" in event["message"]
 

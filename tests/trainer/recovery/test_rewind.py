@@ -1,14 +1,13 @@
 """Whole runs on the ladder: faults on purpose, rewinds, data that is left out, and the end of it."""
 
 import copy
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from run_lines import bitwise, events, metrics
 from torch import Tensor
 
 from trainer.config import Config
@@ -18,24 +17,10 @@ from trainer.trainer import Trainer
 
 FP32 = Path(__file__).parents[3] / "configs" / "precision" / "fp32.yaml"
 Configs = Callable[..., Config]
-BITWISE = ("loss/", "optim/", "moe/", "fp8/")
 FAST = ("data.validation_fraction=0.03", "model.num_mtp_layers=0", "health.every=0", "precision=fp32")
 RUN = ("run.name=run", "run.resume=auto", "trainer.max_steps=13", "checkpoint.every=3", "checkpoint.keep=0")
 RUN += ("recovery.max_consecutive_skips=2", *FAST)
 BAD_DATA = "debug.inject={step: 1, steps: 99, where: gradient, value: nan, windows: [28, 40]}"  # steps 8, 9, 10
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def bitwise(run: Path) -> list[dict[str, Any]]:
-    metrics = lines(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k == "step" or k.startswith(BITWISE)} for line in metrics]
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in lines(run / "events.jsonl") if line["kind"] == kind]
 
 
 def without_the_bad_data(config: Config) -> Path:
@@ -50,13 +35,13 @@ def test_a_rewind_ends_with_the_bits_of_a_run_that_never_read_the_data(config: C
     trainer = Trainer(config(*keys, BAD_DATA))
     run = trainer.train().folder
     whole = without_the_bad_data(config(*keys, "run.name=whole"))
-    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/lm" in line] == list(range(1, 14))
+    assert [line["step"] for line in metrics(run, "loss/lm")] == list(range(1, 14))
     assert bitwise(run) == bitwise(whole)
     (event,) = events(run, "rollback")
     assert (event["step"], event["first"], event["to"], event["windows"]) == (10, 8, 6, [[28, 40]])
     assert "rewinding to step_00000006" in event["message"] and "(backward)" in event["message"]
     assert [line["step"] for line in events(run, "nonfinite")] == [8, 9, 10], "events stay"
-    assert lines(run / "metrics.jsonl")[-2]["recovery/rewinds"] == 1
+    assert metrics(run)[-2]["recovery/rewinds"] == 1
     assert trainer.run.loader.state_dict()["left_out"] == [[28, 40]]
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == [f"step_{step:08d}" for step in (3, 6, 9, 12, 13)], "step 9 is saved on the way back only"
@@ -85,7 +70,7 @@ def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
     schedule.lower(1.0, 0)
     rates = [
         line["optim/lr"] / float(schedule.at(torch.tensor(line["step"] - 1)))
-        for line in lines(run / "metrics.jsonl")
+        for line in metrics(run)
         if "optim/lr" in line
     ]
     assert rates == pytest.approx([1.0] * 6 + [0.5] * 4 + [1.0] * 3), "to 3 committed steps beyond the 7 before the row"
@@ -168,7 +153,7 @@ def test_a_stop_within_a_streak_keeps_the_checkpoint_to_rewind_to(config: Config
 
 def test_fewer_skipped_steps_in_a_row_than_the_limit_cause_no_rewind(config: Configs) -> None:
     run = Trainer(config(*RUN, BAD_DATA, "recovery.max_consecutive_skips=3")).train().folder
-    assert not events(run, "rollback") and lines(run / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 3
+    assert not events(run, "rollback") and metrics(run)[-2]["recovery/skipped_steps"] == 3
     assert not (run / "recovery.json").exists()
 
 
@@ -203,7 +188,7 @@ def test_a_spike_is_skipped_and_reported(config: Configs, where: str, module: st
     (event,) = events(summary.folder, "spike")
     assert event["step"] == 7 and event["module"] == module and event["value"] > event["threshold"] > 0
     assert f"{module} {event['value']:.4g} above" in event["message"] and not events(summary.folder, "nonfinite")
-    line = lines(summary.folder / "metrics.jsonl")[-2]
+    line = metrics(summary.folder)[-2]
     assert (line["recovery/spikes"], line["recovery/skipped_steps"]) == (1, 1) and math.isfinite(line["loss/lm"])
 
 

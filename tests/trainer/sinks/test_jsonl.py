@@ -1,7 +1,6 @@
 """Lines of JSON: whole ones only, whatever the disk does."""
 
 import errno
-import json
 import os
 import resource
 import shutil
@@ -9,16 +8,12 @@ import threading
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_lines import lines
 
 from trainer.files import replace_file, trim
 from trainer.sinks.jsonl import JsonLines
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_lines_from_many_threads_stay_whole(tmp_path: Path) -> None:

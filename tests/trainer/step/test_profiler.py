@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_lines import events
 
 from trainer.config import Config
 from trainer.forecast.preflight import check
@@ -27,11 +28,6 @@ def spans(path: Path) -> list[str]:
         return [event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def events(run: Path) -> list[dict]:
-    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "profile"]
-
-
 def test_the_window_is_in_the_trace_and_nothing_else(config: Configs, capfd: pytest.CaptureFixture[str]) -> None:
     run = Trainer(config("+recipe=fp8_delayed", "profile.steps=[2,3]", *ONE_BLOCK)).train().folder
     assert "profiler_start" not in capfd.readouterr().err  # Kineto's own lines
@@ -39,7 +35,7 @@ def test_the_window_is_in_the_trace_and_nothing_else(config: Configs, capfd: pyt
     names = spans(trace)
     assert sorted(name for name in names if name.startswith("step ")) == ["step 2", "step 3"]
     assert {"aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_fused_adamw_"} <= set(names)
-    (event,) = events(run)
+    (event,) = events(run, "profile")
     assert event["step"] == 3 and event["paths"] == [str(trace)]
     assert "no memory snapshot" in event["message"]
     assert [path.name for path in trace.parent.iterdir()] == [trace.name]
@@ -61,8 +57,8 @@ def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_resumes_in_it(
     run = Trainer(config("run.name=cut", "run.resume=auto", "profile.steps=[2,4]", *ONE_BLOCK)).train().folder
     assert planted.is_file() and not planted.is_symlink(), "replaced, not written through"
     assert {path.name for path in (run / "profile").iterdir()} == {"trace_step2-3.json.gz", "trace_step4-4.json.gz"}
-    assert [event["step"] for event in events(run)] == [3, 4]
-    assert "memory" not in events(run)[0]["message"]
+    assert [event["step"] for event in events(run, "profile")] == [3, 4]
+    assert "memory" not in events(run, "profile")[0]["message"]
 
 
 @pytest.mark.parametrize(
