@@ -1,21 +1,17 @@
 """Sinks: every line whole, every event heard, nothing that a sink does stops training."""
 
-import io
-import json
 import logging
 import os
 import re
 import resource
-import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import pytest
 from rich.console import Console
+from run_lines import events, metrics
+from screens import Screen, settings
 
-from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.launch.liveness.job_store import Failure
 from trainer.run.run_folder import Note, RunFolder
 from trainer.sinks import Sinks, Summary
@@ -37,22 +33,6 @@ def summary(run: RunFolder) -> Summary:
     return Summary(run.path, 200, 3.21, 4.5, 12345.0, 1.234, 2)
 
 
-def settings(*, console: bool = True) -> LoggingConfig:
-    return LoggingConfig(
-        every=10,
-        console=ConsoleConfig(console),
-        tensorboard=TensorboardConfig(False),
-        wandb=WandbConfig(False, "octet-tests", None, WandbMode.auto),
-    )
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunFolder]:
-    made = RunFolder(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("left", [0, 1])
 def test_lines_that_were_there_at_the_checkpoint_are_missed(run: RunFolder, left: int) -> None:
     with Sinks(settings(), run, 9) as sinks:
@@ -60,48 +40,14 @@ def test_lines_that_were_there_at_the_checkpoint_are_missed(run: RunFolder, left
             sinks.metrics(METRICS | {"step": step})
         state = sinks.state_dict()
         sinks.load_state_dict(state)
-    metrics, events = run.path / "metrics.jsonl", run.path / "events.jsonl"
-    assert events.read_text() == ""
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:left]))
+    file = run.path / "metrics.jsonl"
+    assert events(run.path) == []
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
     with Sinks(settings(), run, 9) as sinks:
         sinks.load_state_dict(state)
-    (event,) = [json.loads(line) for line in events.read_text().splitlines()]
+    (event,) = events(run.path)
     ends = "ends at step 1" if left else "has no lines"
     assert event["kind"] == "alert" and f"metrics.jsonl {ends}, and had step 2" in event["message"]
-
-
-class Screen:
-    """A console whose output can be read."""
-
-    def __init__(self, terminal: bool = False, width: int = 100) -> None:
-        self.console = Console(
-            file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, legacy_windows=False, _environ={}
-        )
-
-    @property
-    def raw(self) -> str:
-        assert isinstance(self.console.file, io.StringIO)
-        return self.console.file.getvalue()
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw)
-
-    def shows(self, pattern: str, since: int = 0) -> None:
-        """Wait until it does; rich redraws four times a second."""
-        deadline = time.monotonic() + 60
-        while not re.search(pattern, self.text[since:]):
-            assert time.monotonic() < deadline, self.text[since:]
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def screen() -> Screen:
-    return Screen()
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------------------------------------- who hears what
@@ -111,7 +57,7 @@ def test_metrics_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: 
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
         sinks.metrics({"step": 20, "loss/validation": 4.5})
-    assert lines(run.path / "metrics.jsonl") == [METRICS, {"step": 20, "loss/validation": 4.5}]
+    assert metrics(run.path) == [METRICS, {"step": 20, "loss/validation": 4.5}]
     shown = "step  20/200  loss 5.4321  lm 5.1234  norm 1.23  lr 3.0e-04  12,346 tok/s"
     assert shown in screen.text and "step  20/200  validation 4.5000\n" in screen.text
     assert shown in (run.path / "logs" / "rank0.log").read_text()
@@ -120,7 +66,7 @@ def test_metrics_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: 
 def test_events_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("nonfinite", 60, "step 60 is not finite, first at [red]layers.3[/]", module="layers.3", value=None)
-    (event,) = lines(run.path / "events.jsonl")
+    (event,) = events(run.path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", event.pop("time"))
     message = "step 60 is not finite, first at [red]layers.3[/]"
     assert event == {"step": 60, "kind": "nonfinite", "message": message, "module": "layers.3", "value": None}
@@ -132,7 +78,7 @@ def test_what_happened_while_the_folder_was_opened_comes_first(run: RunFolder, s
     run.notes.append(Note("checkpoint", 200, "damaged checkpoint skipped", {"path": "x"}))
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("resume", 100, "resumed")
-    assert [(event["kind"], event["step"]) for event in lines(run.path / "events.jsonl")] == [
+    assert [(event["kind"], event["step"]) for event in events(run.path)] == [
         ("checkpoint", 200),
         ("resume", 100),
     ]
@@ -143,8 +89,8 @@ def test_lines_are_appended_to_those_of_before(run: RunFolder, screen: Screen) -
         with Sinks(settings(), run, 200, screen.console) as sinks:
             sinks.metrics({"step": step})
             sinks.event("resume", step, "again")
-    assert [entry["step"] for entry in lines(run.path / "metrics.jsonl")] == [1, 2]
-    assert [entry["step"] for entry in lines(run.path / "events.jsonl")] == [1, 2]
+    assert [entry["step"] for entry in metrics(run.path)] == [1, 2]
+    assert [entry["step"] for entry in events(run.path)] == [1, 2]
 
 
 def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, screen: Screen) -> None:
@@ -156,7 +102,7 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, scr
         sinks.summary(summary(run))
     assert screen.text.splitlines()[:3] == ["checkpoint: no space", "spike: loss", ""]
     assert "validation loss    3.2100 nats per token (bigrams: 4.5000)" in screen.text
-    assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
+    assert metrics(run.path) == [METRICS] and len(events(run.path)) == 3
 
 
 def test_an_error_of_all_ranks_is_reported_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,7 +252,7 @@ def test_the_reporting_rank_writes_the_event_even_when_its_files_are_closed(run:
         sinks = Sinks(settings(), run, 200, screen.console, rank=rank)
         sinks.close()
         sinks.ended(failure)
-    first, second = lines(run.path / "events.jsonl")
+    first, second = events(run.path)
     assert (first["kind"], first["step"], first["rank"], first["exit_code"]) == ("failure", 7, 0, 1)
     assert first["message"] == second["message"] == failure.message
 

@@ -1,62 +1,24 @@
 """Trackers: TensorBoard and W&B get what was logged, continue after a resume, and never stop training."""
 
-import io
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
-from rich.console import Console
+from run_lines import events, metrics
+from screens import Screen, settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
+from trainer.config import WandbMode
 from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks
 from trainer.sinks import trackers as trackers_module
 from trainer.sinks import wandb_tracker as wandb_module
 
 METRICS = {"step": 20, "loss/lm": 5.1234, "optim/lr": 3e-4}
-
-
-def settings(*, tensorboard: bool = False, mode: WandbMode | None = None) -> LoggingConfig:
-    return LoggingConfig(
-        every=10,
-        console=ConsoleConfig(True),
-        tensorboard=TensorboardConfig(tensorboard),
-        wandb=WandbConfig(mode is not None, "octet-tests", None, mode or WandbMode.auto),
-    )
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunFolder]:
-    made = RunFolder(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
-    yield made
-    made.close()
-
-
-class Screen:
-    """A console whose output can be read."""
-
-    def __init__(self) -> None:
-        self._file = io.StringIO()
-        self.console = Console(file=self._file, width=100, highlight=False, _environ={})
-
-    @property
-    def text(self) -> str:
-        return self._file.getvalue()
-
-
-@pytest.fixture
-def screen() -> Screen:
-    return Screen()
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------------------------------------- TensorBoard
@@ -93,7 +55,7 @@ def test_a_rewind_purges_what_will_be_run_again(run: RunFolder, screen: Screen) 
                 sinks.rewind(2)
     expected = [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0)]
     assert scalars(run.path / "tensorboard", "loss/lm") == expected
-    assert [(line["step"], line["loss/lm"]) for line in lines(run.path / "metrics.jsonl")] == expected
+    assert [(line["step"], line["loss/lm"]) for line in metrics(run.path)] == expected
 
 
 def test_a_rewind_on_a_full_disk_costs_tensorboard_and_not_the_run(run: RunFolder, screen: Screen) -> None:
@@ -157,7 +119,7 @@ def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunF
 
 
 def alerts(run: RunFolder) -> list[str]:
-    return [e["message"] for e in lines(run.path / "events.jsonl") if e["kind"] == "alert" and e["rule"] == "wandb"]
+    return [e["message"] for e in events(run.path) if e["kind"] == "alert" and e["rule"] == "wandb"]
 
 
 def test_wandb_that_does_not_answer_becomes_offline_without_a_wait(
@@ -231,7 +193,7 @@ def test_wandb_that_breaks_is_given_up_and_training_continues(run: RunFolder, sc
         for _ in range(3):
             sinks.metrics(METRICS)
     assert alerts(run) == ["W&B failed and is given up for this run: Connection lost"]
-    assert len(lines(run.path / "metrics.jsonl")) == 4
+    assert len(metrics(run.path)) == 4
 
 
 @pytest.mark.usefixtures("no_key")
