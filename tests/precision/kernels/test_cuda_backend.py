@@ -138,6 +138,14 @@ def gradient(y: Tensor) -> Tensor:
     return (torch.randn(y.shape) * 1e-4).bfloat16().to(y.device, y.dtype)
 
 
+def backward(y: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """y, and the gradients of inputs."""
+    y.backward(gradient(y))
+    gradients = [x.grad for x in inputs if x.grad is not None]
+    assert len(gradients) == len(inputs)
+    return [y.detach(), *gradients]
+
+
 def draw(step: int, *shape: int) -> Tensor:
     torch.manual_seed(100 + step)
     x = torch.randn(shape) * torch.logspace(-1, 1, shape[0])[:, None]
@@ -153,9 +161,7 @@ def test_linear(recipe: Recipe, name: str, rows: int, width: int, inner: int) ->
     def run(layers: Layers, step: int) -> list[Tensor]:
         x = draw(step, rows, width)
         y = layers.alone(x)
-        y.backward(gradient(y))
-        assert x.grad is not None
-        return [y.detach(), x.grad]
+        return backward(y, x)
 
     compare(recipe, name, (width, inner, 2), run)
 
@@ -166,9 +172,7 @@ def test_grouped_linear(recipe: Recipe, name: str, sizes: tuple[int, ...]) -> No
     def run(layers: Layers, step: int) -> list[Tensor]:
         x = draw(step, sum(sizes), 144)
         y = layers.grouped(x, torch.tensor(sizes, device=DEVICE).cumsum(0).int())
-        y.backward(gradient(y))
-        assert x.grad is not None
-        return [y.detach(), x.grad]
+        return backward(y, x)
 
     compare(recipe, name, (144, 48, len(sizes)), run)
 
@@ -183,9 +187,7 @@ def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, in
         y = gated_ffn(
             rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), layers.up, layers.down, layers.down_feed
         )
-        y.backward(gradient(y))
-        assert x.grad is not None
-        return [y.detach(), x.grad]
+        return backward(y, x)
 
     compare(recipe, name, (width, inner, 2), run)
 
@@ -210,9 +212,7 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
         weight = torch.rand(rows, 2).to(DEVICE).requires_grad_()
         add = torch.randn(rows, width).to(DEVICE, torch.bfloat16).requires_grad_()
         y = through_experts(layers, x, expert, weight, add=add, keep_rows=keep)
-        y.backward(gradient(y))
-        assert x.grad is not None and weight.grad is not None and add.grad is not None
-        return [y.detach(), x.grad, weight.grad, add.grad]
+        return backward(y, x, weight, add)
 
     compare(recipe, name, (width, inner, experts), run)
 
@@ -226,9 +226,7 @@ def test_experts_read_tokens_that_travelled_in_fp32(recipe: Recipe, name: str) -
         y = expert_ffn(
             x, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed, rows_feed=None, **combine
         )
-        y.backward(gradient(y))
-        assert x.grad is not None
-        return [y.detach(), x.grad]
+        return backward(y, x)
 
     compare(recipe, name, (144, 80, 3), run)
 
@@ -283,9 +281,7 @@ def test_experts_without_a_gate_read_gathered_scales(recipe: Recipe, name: str) 
             layers.downs, down_feed=layers.downs_feed, rows_feed=None, combine=torch.bfloat16,
             accumulate=torch.float32, add=None, activation=Gelu(),
         )  # fmt: skip
-        y.backward(gradient(y))
-        assert x.grad is not None and weight.grad is not None
-        return [y.detach(), x.grad, weight.grad]
+        return backward(y, x, weight)
 
     compare(recipe, name, (144, 80, 3), run)
 
