@@ -185,17 +185,18 @@ class Programs:
         out, err = program.communicate()
         return subprocess.CompletedProcess(program.args, cast(int, program.returncode), out, err)
 
-    def run_ranks(self, program: str, size: int, *words: object) -> None:
+    def run_ranks(self, program: str, size: int, *words: object, patience: float = 540) -> None:
         """A program in so many processes, which meet by torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-        All have to end well. When one fails, the others, which may wait for it, are killed after a moment."""
+        All have to end well, within `patience` seconds. When one fails, the others, which may wait for it, are killed
+        after a moment."""
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
         ranks = [self.start(program, *words, environment=place) for place in who]
         began = time.monotonic()
         while None in (codes := [rank.poll() for rank in ranks]):
-            if any(codes) or time.monotonic() - began > 540:
+            if any(codes) or time.monotonic() - began > patience:
                 time.sleep(5)
                 for rank in ranks:
                     rank.kill()
@@ -246,11 +247,11 @@ def ask_ranks(
     """ask_ranks(program, sizes, *words): what a program that runs as so many ranks writes as JSON into the file that it
     is given, by their number."""
 
-    def ask(program: str, sizes: Iterable[int], *words: str) -> dict[int, Any]:
+    def ask(program: str, sizes: Iterable[int], *words: str, patience: float = 540) -> dict[int, Any]:
         said = {}
         for size in sizes:
             out = tmp_path_factory.mktemp("ranks") / "said.json"
-            start_ranks(program, size, out, *words)
+            start_ranks(program, size, out, *words, patience=patience)
             said[size] = json.loads(out.read_text())
         return said
 

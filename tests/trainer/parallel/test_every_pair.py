@@ -84,7 +84,8 @@ def train(name: str, keys: tuple[str, ...], world: World, folder: Path) -> dict[
 @pytest.fixture(scope="module")
 def runs(ask_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What each world size computed."""
-    return ask_ranks(__file__, CASES, str(tmp_path_factory.mktemp("checkpoints")))
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return ask_ranks(__file__, CASES, folder, patience=3600)  # four ranks have thirty cases
 
 
 @pytest.mark.exhaustive
