@@ -88,7 +88,7 @@ def test_statistics_of_every_kth_row(copying: float, reaches: Reaches, k: int) -
     one, sums = torch.ones((), device="cuda"), new_sums(device=x.device)
     given = x[::k], data[::k], one, E4M3, live[::k]
     speed = reaches(f"casts, every {k}. row", lambda: add_cast_sums(sums, *given), 3 * R * C * 3 // 4)
-    assert speed > 0.2 * copying
+    assert speed > 0.3 * copying
     sums.zero_()
     add_cast_sums(sums, *given)
     assert sums.sum(0)[0] == R * C * 3 // 4 and sums.sum(0)[1] == 0
