@@ -58,7 +58,7 @@ suite: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
 
-# what needs several GPUs is apart: .venv/bin/pytest -n 3 --dist loadfile tests/gpu/parallel
+# what needs several GPUs is apart: .venv/bin/pytest -n 8 --dist loadfile tests/gpu/parallel
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest -n 8 --dist worksteal tests/gpu --ignore tests/gpu/parallel $(PYTEST_ARGS)
 	$(BIN)/pytest $(TIMED)
