@@ -148,6 +148,9 @@ def brief(words: list[str]) -> list[str]:
     if words[0] != "train.py" or "dry_run=true" in words:
         return words
     few = {"trainer.max_steps": "2", "trainer.sequence_length": "16", "eval.batches": "1", "model.vocab_size": "512"}
+    few |= {"trainer.global_batch_size": "4", "trainer.microbatch_size": "4", "model.num_layers": "2"}
+    if "model=fog_mla_100m" in words:
+        few["model.num_dense_layers"] = "2"
     kept = [word for word in words if word.partition("=")[0] not in few]
     return [*kept, *TEXT[:3], *(f"{key}={value}" for key, value in few.items()), "logging.every=1"]
 
