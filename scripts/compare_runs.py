@@ -37,6 +37,7 @@ from trainer.files import parse_lines
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
 from trainer.health.dashboard.page import distinct
+from trainer.health.dashboard.summary import typical
 from trainer.launch.command_line import Parser, guarded
 from trainer.run.names import CONFIG, METRICS
 
@@ -91,6 +92,10 @@ class Run:
         values = self.series.get(key, {})
         return values[max(values)] if values else None
 
+    def typical(self, key: str) -> float | None:
+        """Return a metric's `typical` value."""
+        return typical(list(self.series.get(key, {}).values()))
+
     def differs_in(self, other: "Run") -> set[str]:
         """Return the keys of the config that matter and differ."""
         keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
@@ -142,12 +147,16 @@ def read_run(path: Path) -> Run:
         lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
     series: dict[str, dict[int, float]] = {}
-    has_loss = False
+    has_loss, before_it = False, 0
     for values in parse_lines(path / METRICS):
         has_loss |= TRAIN in values
+        step = values.pop("step")
+        if step < before_it:  # the run rewound: lines of later steps are no longer valid
+            series = {key: {at: old for at, old in curve.items() if at < step} for key, curve in series.items()}
+        before_it = step
         for key, value in values.items():
-            if isinstance(value, int | float) and key != "step":
-                series.setdefault(key, {})[values["step"]] = value
+            if isinstance(value, int | float):
+                series.setdefault(key, {})[step] = value
     if not series.get(TRAIN):
         state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
         raise UserError(f"{path}: no {TRAIN} in {METRICS} is {state}; {fix}")
@@ -234,18 +243,18 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
     metered = any(run.series.get(JOULES) for run in runs)
     if metered:
         head = (*head, "watts", "tokens/joule", "joules/token", "energy")
-    base = typical(runs[0], JOULES)
+    base = runs[0].typical(JOULES)
     rows: list[tuple[str, ...]] = [head]
     for run in runs:
         trainer = {key[8:]: value for key, value in run.config.items() if key.startswith("trainer.")}
         goal = steps_of_tree({"trainer": trainer})
         recent = [value for step, value in run.series[TRAIN].items() if step > run.last_step - last]
-        rate, joules = typical(run, "perf/tokens_per_second"), typical(run, JOULES)
+        rate, joules = run.typical("perf/tokens_per_second"), run.typical(JOULES)
         memory = run.series.get("memory/peak_gib", {}).values()
         skipped = run.last("recovery/skipped_steps")
         difference = percent(run.last(), runs[0].last()) if run is not runs[0] else None
         energy = (
-            number(typical(run, WATTS), ",.0f"),
+            number(run.typical(WATTS), ",.0f"),
             number(1 / joules if joules else None, ",.4g"),
             number(joules, ".4g"),
             number(percent(joules, base) if run is not runs[0] else None, "+.1f", " %"),
@@ -267,12 +276,6 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
         ruled = [rows[0], ("---",) * len(head), *rows[1:]]
         return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
     return "\n".join(aligned(rows))
-
-
-def typical(run: Run, key: str) -> float | None:
-    """Return the median over the logged lines except the first, which includes compilation."""
-    values = list(run.series.get(key, {}).values())
-    return statistics.median(values[1:] or values) if values else None
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:

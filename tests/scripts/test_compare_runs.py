@@ -196,6 +196,17 @@ def test_data_that_a_rewind_left_out_is_mentioned(runs: Path, tmp_path: Path, co
     assert done.stdout.count("rewound") == 1
 
 
+def test_steps_that_a_rewind_took_back_count_no_more(runs: Path, tmp_path: Path, compare: Run) -> None:
+    back = tmp_path / "back"
+    rewritten(runs / "bf16", back, lambda line: line)
+    first = next(line for line in metrics(back, "loss/lm") if line["step"] == 3)
+    with (back / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(first | {"loss/lm": 1.2345}) + "\n")
+    done = compare(runs, "bf16", str(back), "--markdown", "--no-plots", "--last", "1")
+    assert done.returncode == 0, done.stderr
+    assert "| 3 of 6 |  |  | 1.2345 |" in done.stdout.splitlines()[3]  # its validation loss, too, is taken back
+
+
 def test_phases_with_other_batches_are_another_order_of_the_data(runs: Path, tmp_path: Path, compare: Run) -> None:
     """Those that move the learning rate alone are not."""
     for phase, code in (("{until: 3, sequence_length: 16}", 2), ("{until: 3, lr: 1e-4}", 0)):

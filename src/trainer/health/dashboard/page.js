@@ -20,7 +20,7 @@ const SECTIONS = [
     line("Update ratio", "update over parameters", [["optim/update_ratio", "norms"]], { log: true }),
     line("Learning rate", "", [["optim/lr", "learning rate"]], { exact: true, low: 0 }),
     line("Loss scale", "FP16", [["optim/loss_scale", "loss scale"]], { log: true, exact: true }),
-    line("Skipped steps", "so far", [["recovery/skipped_steps", "skipped"], ["recovery/spikes", "of these spikes"], ["recovery/loss_scale_skips", "of these by the loss scale"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
+    line("Skipped steps", "so far", [["recovery/skipped_steps", "skipped"], ["recovery/spikes", "of these spikes"], ["recovery/loss_scale_skips", "of these by the loss scale"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data files left out"]], { exact: true, low: 0, unlessZero: true }),
   ]],
   ["FP8", [
     { title: "Scales and casts", unit: "one row a tensor", type: MapPanel, group: "fp8", size: "all", filters: [["inputs", ":input"], ["weights", ":weight"], ["gradients", ":grad"], ["all", ""]],
@@ -55,7 +55,7 @@ const SECTIONS = [
   ["Experts", [
     line("Load, largest over mean", "", [["moe/load_max_over_mean", "mean of blocks"], ["moe/load_max_over_mean_worst", "worst block"]], { log: true }),
     line("Entropy of the load", "1 = even", [["moe/entropy", "mean of blocks"], ["moe/entropy_worst", "worst block"]]),
-    line("Balance loss", "nats per token", [["loss/balance", "balance"]]),
+    line("Balance loss", "nats per token", [["loss/balance", "balance"]], { unlessZero: true }),
     line("Router bias", "largest", [["moe/bias_max", "of all experts"]], { exact: true, low: 0 }),
     { title: "Experts by block", type: MapPanel, group: "moe", size: "wide", quantities: [
       { id: "load", key: "moe/load_max_over_mean", label: "load, largest over mean", mode: "log" }, { id: "entropy", key: "moe/entropy", label: "entropy", mode: "linear" },

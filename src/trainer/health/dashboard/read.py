@@ -18,7 +18,7 @@ keeps every n-th (`Run.stride`).
 import json
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +192,14 @@ class Run:
             self._clear()
             self.poll()
 
+    def values(self, key: str) -> Sequence[float]:
+        """Return the values of a metric."""
+        return self.series.get(key, Series()).values
+
     def last(self, key: str) -> float | None:
         """Return the last value of a metric."""
-        series = self.series.get(key)
-        return series.values[-1] if series and series.values else None
+        values = self.values(key)
+        return values[-1] if values else None
 
     def _clear(self) -> None:
         self.series: dict[str, Series] = {}

@@ -6,6 +6,7 @@ neither and short of its goal counts as running while its files still change.
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.timeline import steps_of_tree
@@ -23,13 +24,10 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
     """Return the row of a run. ended: what ended it, if known ("" for nothing unusual)."""
     config = run.config
     trainer, model = mapping(config.get("trainer")), mapping(config.get("model"))
-    rates = run.series["perf/tokens_per_second"].values[1:] if "perf/tokens_per_second" in run.series else ()
-    energy = run.series["gpu/joules_per_token"].values[1:] if "gpu/joules_per_token" in run.series else ()
     tokens = run.last("tokens")
     per_step = (trainer.get("global_batch_size") or 0) * (trainer.get("sequence_length") or 0)
     goal = steps_of_tree(config)
     kind, text = state(run, goal, ended)
-    peaks = run.series.get("memory/peak_gib")
     return {
         "path": str(run.path),
         "recipe": mapping(config.get("precision")).get("name"),
@@ -44,14 +42,19 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
         "state_text": text,
         "loss": recent(run),
         "validation": run.last(VALIDATION),
-        "tokens_per_second": statistics.median(rates) if rates else run.last("perf/tokens_per_second"),
-        "mfu": run.last("perf/mfu"),
-        "peak_gib": max(peaks.values) if peaks else None,
-        "joules_per_token": statistics.median(energy) if energy else run.last("gpu/joules_per_token"),
+        "tokens_per_second": typical(run.values("perf/tokens_per_second")),
+        "mfu": typical(run.values("perf/mfu")),
+        "peak_gib": max(run.values("memory/peak_gib"), default=None),
+        "joules_per_token": typical(run.values("gpu/joules_per_token")),
         "skipped": run.last("recovery/skipped_steps"),
         "alerts": sum(event["kind"] == "alert" for event in run.events),
         "stride": run.stride,
     }
+
+
+def typical(values: Sequence[float]) -> float | None:
+    """Return the median of a metric over the logged lines except the first, which includes compilation."""
+    return statistics.median(values[1:] or values) if values else None
 
 
 def recent(run: Run) -> float | None:
@@ -72,7 +75,8 @@ def model_line(run: Run, model: dict[str, Any]) -> str:
     if model.get("num_layers") and model.get("hidden_size"):
         size.append(f"{model['num_layers']} layers of {model['hidden_size']}")
     if model.get("num_experts"):
-        size.append(f"{model['num_experts']} experts")
+        dense = not model.get("num_mtp_layers") and model.get("num_dense_layers") == model.get("num_layers")
+        size.append("dense" if dense else f"{model['num_experts']} experts")
     return ", ".join([*chosen[-1:], *size])
 
 

@@ -15,7 +15,7 @@ import pytest
 from trainer.health.dashboard.at_end import write_at_end
 from trainer.health.dashboard.page import EVENTS, Cursor, page, payload
 from trainer.health.dashboard.read import Run, Series
-from trainer.health.dashboard.summary import summary
+from trainer.health.dashboard.summary import model_line, summary
 
 EVIL = "</script><script>alert(1)</script><!--\u2028"
 
@@ -129,6 +129,8 @@ def test_the_head_of_the_page_shows_the_run(long_run: Run) -> None:
     assert about["machine"] == "8 x NVIDIA H200" and about["step"] == about["goal"] == 4000
     assert about["tokens"] == 4000 * 256 * 4096 and about["state"] == "finished" and about["alerts"] == 2
     assert about["loss"] == pytest.approx(2.14, abs=0.02) and about["validation"] == pytest.approx(2.1685, abs=1e-3)
+    dense = {"num_layers": 8, "hidden_size": 2048, "num_experts": 64, "num_dense_layers": 8, "num_mtp_layers": 0}
+    assert model_line(long_run, dense) == "moonlight_16b, 8 layers of 2048, dense"
 
 
 def test_how_a_run_stands(tmp_path: Path) -> None:
