@@ -12,7 +12,7 @@ import torch
 from models import DeepSeek
 from precision import Plan, proof
 from precision.backends.availability import build_problem
-from precision.config import BackendChoice, Granularity
+from precision.config import BackendChoice, Granularity, Method, ScalingConfig
 from precision.errors import UserError, refuse
 from trainer.config import (
     Coefficients,
@@ -44,6 +44,7 @@ from trainer.sinks.trackers import check_wandb
 _TE_SHARED = "its modules hold whole weights, which ranks share here"
 _MUON = MuonConfig(0.95, True, Coefficients.quintic, None, Iteration.bf16, 0.2, False)
 _SPIKES = SpikesConfig(False, 128, 64, 6.0)
+_MTP_WEIGHTS = 0.0, 0.3
 """As in configs/: other values are a user's."""
 
 
@@ -157,6 +158,12 @@ def without_effect(config: Config, world_size: int, done: int = 0) -> list[str]:
     if config.health.shadow_every > Timeline(config.trainer).steps:
         why = f"the run ends before, {last_step(config)}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
+    scaling, usual = config.precision.scaling, ScalingConfig()
+    for key in ("history", "max_jump") if scaling.method is Method.current else ():
+        if (value := getattr(scaling, key)) != getattr(usual, key):
+            idle(f"precision.scaling.{key}", value, "with method=current scales have no history", "leave it out")
+    if not config.model.num_mtp_layers and (weight := config.model.mtp_loss_weight) not in _MTP_WEIGHTS:
+        idle("model.mtp_loss_weight", weight, "model.num_mtp_layers=0", "change one of them")
     steps, inject = config.profile.steps, config.debug.inject
     if done and steps is not None and steps[1] <= done:
         idle("profile.steps", steps, f"the run resumes after step {done}", "set later steps, or null")

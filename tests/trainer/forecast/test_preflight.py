@@ -299,6 +299,14 @@ def test_settings_that_ranks_cannot_share_are_refused(
         (["recovery.spikes.window=99", "recovery.spikes.enabled=true"], 1, None),
         (["optim.muon.coefficients=polar_express"], 1, "coefficients=polar_express has no effect: optim.name=adamw"),
         (["optim.muon.coefficients=polar_express", "optim=muon_wsd"], 1, None),
+        (
+            ["precision=fp8_jit", "precision.scaling.history=9"],
+            1,
+            "history=9 has no effect: with method=current scales",
+        ),
+        (["precision=fp8_delayed", "precision.scaling.history=9"], 1, None),
+        (["model.mtp_loss_weight=1", "model.num_mtp_layers=0"], 1, "mtp_loss_weight=1.0 has no effect: model.num_mtp"),
+        (["model.mtp_loss_weight=1"], 1, None),
         ([], 1, None),
     ],
 )
