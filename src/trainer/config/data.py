@@ -281,6 +281,9 @@ def _check_part(part: SourceConfig) -> None:
     _check_path(f"{key}.path", path, part.source)
     if part.validation_path is not None and part.held_out is not None:
         _check_path(f"{key}.validation_path", part.validation_path, part.source)
+    if part.source is Source.hf and part.held_out == part:
+        name = "validation_path" if part.validation_split is None else "validation_split"
+        raise UserError(f"{key}.{name}={getattr(part, name)}: the text that is trained on: name another, or null")
 
 
 def _check_path(key: str, path: str, source: Source) -> None:

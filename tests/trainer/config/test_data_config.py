@@ -49,6 +49,11 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({"source": Source.files}, 512, r"data\.path=null: data\.source=files needs a folder of files"),
         ({"source": Source.hf}, 512, r"data\.path=null: data\.source=hf needs a dataset"),
         ({"source": Source.hf, "path": "a/b/c"}, 512, r"data\.path=a/b/c: neither a folder nor a name on the hub"),
+        (
+            {"source": Source.hf, "path": "a/b", "validation_split": "train"},
+            512,
+            r"data\.validation_split=train: the text that is trained on",
+        ),
         ({"source": Source.bins, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
         ({"mix": [MixEntry("a")], "path": "/tmp"}, 512, r"data\.path=/tmp: data\.mix names the sources"),
         ({"mix": [MixEntry("a b")]}, 512, r"data\.mix\[0\]\.name=a b: is not a file name"),
