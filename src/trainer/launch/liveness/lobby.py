@@ -327,13 +327,13 @@ class LobbyClient(_Lobby):
             if self._is_due():
                 connection.send()
             for message in messages or []:
-                self._handle(connection, message)
+                self._take(connection, message)
             if messages is None or connection.is_silent():
                 if self._verdict is None and not self._over:
                     self._lost(connection, connection.describe_end() if messages is None else self._silent())
                 return
 
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
         if "hello" in message:
             connection.rank, connection.process = 0, message["hello"]
         elif "open" in message:
