@@ -19,6 +19,7 @@ is shaded).
 """
 
 import importlib.util
+import shlex
 import statistics
 import sys
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from precision.errors import UserError
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, differ, flat, read_yaml, shapes_of
-from trainer.files import parse_lines
+from trainer.files import parse_lines, script
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
 from trainer.health.dashboard.page import distinct
@@ -128,7 +129,7 @@ def run() -> None:
         one = arguments.runs[0]
         raise UserError(
             f"{one}: one run has nothing to be compared to; name two or more, or see its curves with "
-            f"python scripts/dashboard.py {one}"
+            f"python {script('scripts/dashboard.py')} {shlex.quote(str(one))}"
         )
     check_comparable(runs)
     name_runs(runs)

@@ -27,7 +27,7 @@ from trainer.checkpoint import (
     verify_on_all_ranks,
 )
 from trainer.config import Config
-from trainer.config.paths import kept_tree
+from trainer.config.paths import as_typed, kept_tree
 from trainer.config.timeline import Timeline, at_peak_memory, with_epochs
 from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
@@ -302,7 +302,8 @@ def _other_tokenizer(origin: Path, data: Prepared) -> list[Note]:
     if not theirs.is_file() or theirs.read_bytes() == data.tokenizer_path.read_bytes():
         return []
     why = "its embedding and head belong to another tokenizer than that of the data"
-    return [Note("alert", 0, f"run.init_from={origin}: {why}; to keep its tokens, set data.tokenizer={theirs}")]
+    fix = as_typed("data.tokenizer", str(theirs))
+    return [Note("alert", 0, f"run.init_from={origin}: {why}; to keep its tokens, set {fix}")]
 
 
 def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:

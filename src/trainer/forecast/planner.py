@@ -195,10 +195,11 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str], config: Config) 
     own = {*batch, "recompute", "dry_run", "gpu"}
     kept = [shlex.quote(word) for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
-    sizes = {**asdict(d), PER_RANK: c.stages_per_rank}
+    layout = {**asdict(d), PER_RANK: c.stages_per_rank}
     degrees = [
-        f"parallel.{axis}={size}" for axis, size in sizes.items() if (size, getattr(config.parallel, axis)) != (1, 1)
+        f"parallel.{axis}={size}" for axis, size in layout.items() if (size, getattr(config.parallel, axis)) != (1, 1)
     ]
     none = c.recompute is config.recompute is Recompute.none
     again = [] if none else [f"recompute={c.recompute.value}"]
-    return " ".join([start, "train.py", *kept, *degrees, *(f"{key}={size}" for key, size in batch.items()), *again])
+    sizes = [f"{key}={size}" for key, size in batch.items()]
+    return " ".join([start, script("train.py"), *kept, *degrees, *sizes, *again])

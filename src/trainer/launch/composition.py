@@ -331,7 +331,7 @@ def _name_runs(jobs: list[Job]) -> None:
 
 def _check_resumed(jobs: list[Job]) -> None:
     """Raise UserError if runs of a sweep would resume in one folder, one after the other."""
-    from trainer.config.paths import NO_PATHS
+    from trainer.config.paths import NO_PATHS, as_typed
 
     given = [str(job.tree.run.resume) for job in jobs]
     places = [path if path in NO_PATHS else os.path.realpath(path) for path in given]
@@ -339,5 +339,5 @@ def _check_resumed(jobs: list[Job]) -> None:
         if path not in NO_PATHS and places.count(place) > 1:
             raise UserError(
                 f"run.resume={path}: {places.count(place)} runs of the sweep would continue in one folder; "
-                f"start each from its weights with run.init_from={path}, or leave out -m"
+                f"start each from its weights with {as_typed('run.init_from', path)}, or leave out -m"
             )

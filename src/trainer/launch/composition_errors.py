@@ -3,6 +3,7 @@
 import re
 
 from trainer.config_diff import printable
+from trainer.files import script
 from trainer.launch.saved_config import AS_SAVED
 
 
@@ -75,7 +76,7 @@ def _not_in_config(key: str, value: str) -> str:
     from trainer.config.schema import keys_of
 
     if key.startswith("hydra."):
-        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help lists them"
+        return f"{key}={value}: Hydra has no such setting; python {script('train.py')} --hydra-help lists them"
     if key in keys_of(Config):
         return f"{key}={value}: the chosen configs do not use this key; to set it anyway, write ++{key}={value}"
     return unknown_key(key, value)

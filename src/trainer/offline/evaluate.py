@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from precision.errors import UserError
 from precision.plain import in_bf16
 from trainer.config.data import TOKENIZER, Source, source_configs
+from trainer.config.paths import as_typed
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.data.document_masking import set_document_masking
 from trainer.launch.world import World
@@ -49,11 +50,12 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     own = saved.run / TOKENIZER
     saved.tokenizer()
     if data.tokenizer_path.read_bytes() != own.read_bytes():
+        fix = as_typed("data.tokenizer", str(own))
         if source_configs(saved.config.data)[0].source is Source.bins:
-            fix = f"{data.folder} was prepared with another; prepare that text again, with data.tokenizer={own}"
+            fix = f"{data.folder} was prepared with another; prepare that text again, with {fix}"
             raise UserError(f"data.source=bins: the tokenizer of the run is {own}, and {fix}")
         given = saved.config.data.tokenizer or "null"
-        raise UserError(f"data.tokenizer={given}: this is not the tokenizer of the run; set data.tokenizer={own}")
+        raise UserError(f"data.tokenizer={given}: this is not the tokenizer of the run; set {fix}")
     if saved.plan.served_by("transformer_engine"):
         raise UserError(
             "precision.backend=auto: it chose Transformer Engine, whose modules cannot be evaluated in BF16; "

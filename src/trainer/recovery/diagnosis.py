@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,7 +140,8 @@ class Diagnosis:
             self._add_second_run(bad, again)
         self._add_data(bad, served, origin, again)
         if origin is not None and again is None:
-            bad.details.append(f"details: python {script('scripts/replay_step.py')} {self._run} {step}")
+            run = shlex.quote(str(self._run))
+            bad.details.append(f"details: python {script('scripts/replay_step.py')} {run} {step}")
         return bad
 
     def _row(self, place: int) -> int | None:

@@ -26,7 +26,7 @@ from trainer.checkpoint import (
 )
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import Config, OptimConfig, OptimizerName, load
-from trainer.config.paths import kept_tree
+from trainer.config.paths import as_typed, kept_tree
 from trainer.config.phases import is_share
 from trainer.config.timeline import Timeline, last_step
 from trainer.config_diff import without_secrets
@@ -127,7 +127,7 @@ def _check_same(theirs: dict, config: Config, path: Path) -> None:
             if was != value:
                 fix = f"set {section}.{key}={_typed(was)}"
                 if _difference(_meta_tensors(config), path) is None:
-                    fix += f", or start a new run from its weights with run.init_from={path}"
+                    fix += f", or start a new run from its weights with {as_typed('run.init_from', str(path))}"
                 raise UserError(f"{section}.{key}={_typed(value)}: {path} was trained with {_typed(was)}; {fix}")
 
 

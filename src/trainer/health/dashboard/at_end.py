@@ -5,6 +5,7 @@ respond is limited.
 """
 
 import logging
+import shlex
 import threading
 from pathlib import Path
 
@@ -38,5 +39,5 @@ def write_at_end(folder: Path, ended: BaseException | str | None, patience: floa
     if worker.is_alive():
         trouble.append(f"not done within {patience:g} s")
     if trouble:
-        again = f"python {script('scripts/dashboard.py')} {folder} makes it"
+        again = f"python {script('scripts/dashboard.py')} {shlex.quote(str(folder))} makes it"
         logging.getLogger(__name__).warning("%s is not written (%s); %s", folder / NAME, trouble[0], again)

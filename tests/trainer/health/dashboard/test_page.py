@@ -172,12 +172,12 @@ def test_the_page_at_the_end_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_page_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = small(tmp_path)
+    path = small(tmp_path, "two words")
     (path / "dashboard.html").mkdir()
     write_at_end(path, None)
     (record,) = caplog.records
     assert "dashboard.html is not written (IsADirectoryError" in record.getMessage()
-    assert "scripts/dashboard.py" in record.getMessage()
+    assert f"scripts/dashboard.py '{path}' makes it" in record.getMessage()
     assert not list(path.glob(".*"))
 
 
