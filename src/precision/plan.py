@@ -202,10 +202,14 @@ class Plan:
         """Check the complete plan. UserError for a rule that matched nothing."""
         for rule in self._rules:
             if not rule.hits:
+                kind = (
+                    "that is FP8"
+                    if rule.fp8_only or rule.precision is None
+                    else "that rules decide (GEMMs, dispatches)"
+                )
                 raise UserError(
-                    f"precision.rules: {rule.text} matches nothing in this plan"
-                    + (" that is FP8" if rule.fp8_only or rule.precision is None else "")
-                    + "; correct or remove it (dry_run=true prints the rows)"
+                    f"precision.rules: {rule.text} matches nothing in this plan {kind}; correct or remove it "
+                    "(dry_run=true prints the rows)"
                 )
         narrow = any(row.recipe.swiglu.is_fp8 for name, row in self.gemms.items() if name.endswith(".gate_up"))
         if self.config.table.swiglu is Precision.fp8 and not narrow:

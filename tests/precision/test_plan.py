@@ -102,6 +102,10 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
             r"match: nothing\.\* matches nothing",
         ),
         (
+            lambda c: setattr(c.rules, "exceptions", [RulesException("optim.master")]),
+            r"optim\.master matches nothing in this plan that rules decide \(GEMMs, dispatches\)",
+        ),
+        (
             lambda c: setattr(c.rules, "exceptions", [RulesException("*.router", Precision.fp8)]),
             r"^precision\.rules\.exceptions: match: \*\.router takes layers\.0\.moe\.router, which cannot be in FP8",
         ),
