@@ -44,6 +44,9 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     handlers = {}
     if rank_group is None:  # a script; train.py's listens after it has read the environment
         rank_group = RankGroup()

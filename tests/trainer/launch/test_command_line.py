@@ -15,6 +15,7 @@ import pytest
 
 import trainer.trainer
 from trainer.config import Config
+from trainer.launch.command_line import guarded
 from trainer.launch.world import World
 from trainer.sinks import Summary
 
@@ -308,6 +309,12 @@ def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: py
     assert call(*arguments) == 2
     (advice,) = re.findall("'(precision.rules.exceptions=.*)'", capsys.readouterr().err)
     assert call(*arguments, advice) == 0
+
+
+def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.MonkeyPatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
 
 
 def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
