@@ -36,7 +36,7 @@ fi
 # whether the run that the arguments continue has a layout for several processes, which it keeps
 has_layout() {
     local word before='' dir=runs name='' run=''
-    for word in "$@"; do
+    for word in "${@//[\"\']/}"; do # without Hydra's quotes
         case $before:$word in
         --from-run:*) run=$word ;;
         *:run.resume=never | *:run.resume=auto) ;;

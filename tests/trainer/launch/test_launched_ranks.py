@@ -332,6 +332,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
         (["+recipe=bf16"], "parallel=fsdp\n"),
         (["parallel=hsdp", "run.resume=runs/two"], "parallel=hsdp\n"),
         (["run.resume=runs/two"], ""),
+        (["run.resume='runs/two'"], ""),
         (["run.resume=runs/two/checkpoints/step_00000003"], ""),
         (["run.name=two", "run.resume=auto"], ""),
         (["--from-run", "runs/two"], ""),
