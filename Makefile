@@ -51,9 +51,10 @@ types: $(VENV)/.installed-test
 	$(BIN)/pyright
 
 # three workers on two cores: some tests wait for processes that give up or die
-# PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports
+# PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports; with PYTHONUNBUFFERED none would
+# meet at its exit what it could not print
 suite: $(VENV)/.installed-test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"

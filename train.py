@@ -61,7 +61,7 @@ def run(rank_group: "RankGroup") -> None:
                 check_origin(config)
                 if remarks[number - 1]:
                     print(f"{remarks[number - 1]}\n")
-                print(report(config, plan, launch.size))
+                print(report(config, plan, launch.size), flush=True)
             continue
         with rank_group.importing():
             from trainer.launch.agreement import agree

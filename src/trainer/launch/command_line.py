@@ -47,8 +47,8 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as with >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    handlers = {}
-    if rank_group is None:  # a script; train.py's listens after it has read the environment
+    handlers, is_script = {}, rank_group is None
+    if rank_group is None:  # train.py's listens after it has read the environment
         rank_group = RankGroup()
         handlers = rank_group.listen()
 
@@ -60,6 +60,8 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     try:
         with _own_warnings_in_one_line():
             main()
+        if is_script:
+            sys.stdout.flush()  # what a script prints is its result; at exit it would be too late to report its loss
     except SystemExit:  # --help, --cfg job: the others may not have it
         rank_group.leave()
         raise
@@ -92,6 +94,11 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # its terminal is gone; else Python would exit with 120
+                _discard(stream)
     return OK
 
 
@@ -117,10 +124,15 @@ def _has_no_reader(stream: TextIO) -> bool:
     state.register(stream.fileno(), 0)  # report errors only
     if not state.poll(0):
         return False
+    _discard(stream)
+    return True
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what a stream has not written, and what it will be given."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-    return True
 
 
 @dataclass

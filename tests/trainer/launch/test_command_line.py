@@ -317,6 +317,26 @@ def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.Monk
     assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
 
 
+@pytest.mark.parametrize("words", [["train.py", "dry_run=true"], ["scripts/plan_parallelism.py", "--gpus=8"]])
+def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_nobody_reads_is_none(
+    words: list[str], tmp_path: Path
+):
+    """Though Python, which buffers it, would learn that at exit."""
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    reader, unread = os.pipe()
+    os.close(reader)
+    for file, expected in (
+        (os.open("/dev/full", os.O_WRONLY), (1, "octet: error: No space left on device; free space\n")),
+        (unread, (141, "")),
+    ):
+        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=buffered, stdout=file, stderr=subprocess.PIPE, text=True, check=False
+        )
+        os.close(file)
+        assert (done.returncode, done.stderr) == expected
+
+
 def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)
