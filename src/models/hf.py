@@ -16,7 +16,7 @@ router. `to_hf_config` refuses a model for which transformers would compute some
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -233,6 +233,10 @@ def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
             raise UserError(f"config.json: norm_topk_prob=True; a {kind} can only be built with False here")
         values["router_bias_update_rate"] = 0.0
     theta, yarn = _read_rope(hf)
+    numbers = {_SAME_KEYS[ours]: value for ours, value in values.items() if ours in _SAME_KEYS} | {"rope_theta": theta}
+    for key, value in (numbers | (asdict(yarn) if yarn else {})).items():
+        if isinstance(value, str):
+            raise UserError(f"config.json: {key}={value!r}: a text; write it without quotes")
     config = ModelConfig(**values, router_scoring=scoring, rope_theta=theta, rope_scaling=yarn)
     config.validate()
     return config
@@ -249,7 +253,8 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
         return theta, None
     if kind != {"yarn"} or not rope.keys() <= set(_YARN_KEYS):
         raise UserError(
-            f"config.json: rope_scaling={dict(rope)} of type {'/'.join(kind)}; only plain RoPE and YaRN can be read"
+            f"config.json: rope_scaling={dict(rope)} of type {'/'.join(kind)}; only plain RoPE and YaRN can be read, "
+            f"with {', '.join(_YARN_KEYS)}"
         )
     for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:

@@ -305,7 +305,9 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"(\d+) experts in each of \d+ layers, and the files have \1 tensors",
     ),
     "fewer than no layer": (lambda f, t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
-    "text for a flag": (lambda f, t, c: c.update(norm_topk_prob="${oc.env:HOME}"), "cannot be read|of another type"),
+    "text for a number": (lambda f, t, c: c.update(n_group="1"), "n_group='1': a text; write it without quotes"),
+    "text in YaRN": (lambda f, t, c: c["rope_scaling"].update(factor="4"), "factor='4': a text"),
+    "text for a flag": (lambda f, t, c: c.update(norm_topk_prob="${oc.env:HOME}"), "norm_topk_prob=.*: a text"),
     "no config": (lambda f, t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
 
