@@ -53,7 +53,9 @@ has_layout() {
         grep -Eq '^ +(replicate|shard|context|tensor|pipeline|expert): *(-|[02-9]|1[0-9])'
 }
 if [[ " $* " != *" parallel="* ]] && ! has_layout "$@"; then
-    set -- parallel=fsdp "$@"
+    first=1 # KEY=VALUE: options stand before them
+    while ((first <= $#)) && [[ ${!first} != *=* || ${!first} == -* ]]; do first=$((first + 1)); done
+    set -- "${@:1:first-1}" parallel=fsdp "${@:first}"
 fi
 # a stop (SIGTERM, Ctrl-C) saves first: torchrun would wait for 30 s and then kill
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -321,7 +321,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
     script = tmp_path / "scripts" / "launch" / "two_nodes.sh"
     script.parent.mkdir(parents=True)
     shutil.copy(NODES, script)
-    (tmp_path / "python").write_text('#!/bin/sh\nfor word; do case $word in parallel*) echo "$word";; esac; done\n')
+    (tmp_path / "python").write_text('#!/bin/sh\nfor word; do case $word in parallel*|-c*) echo "$word";; esac; done\n')
     (tmp_path / "python").chmod(0o755)
     for name, tensor in (("one", 1), ("two", 2)):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -330,6 +330,9 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
     place = {"PROCESSES": "2", "NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for words, given in (
         (["+recipe=bf16"], "parallel=fsdp\n"),
+        (["-cd", "configs", "model=imported"], "-cd\nparallel=fsdp\n"),
+        (["--from-run", "runs/one"], "parallel=fsdp\n"),
+        ([], "parallel=fsdp\n"),
         (["parallel=hsdp", "run.resume=runs/two"], "parallel=hsdp\n"),
         (["run.resume=runs/two"], ""),
         (["run.resume='runs/two'"], ""),
