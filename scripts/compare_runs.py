@@ -19,6 +19,7 @@ is shaded).
 """
 
 import importlib.util
+import io
 import shlex
 import statistics
 import sys
@@ -34,7 +35,7 @@ from precision.errors import UserError
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, differ, flat, read_yaml, shapes_of
-from trainer.files import parse_lines, script
+from trainer.files import parse_lines, replace_file, script
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
 from trainer.health.dashboard.page import distinct
@@ -348,7 +349,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     end = [loss for run in runs for step, loss in run.series[TRAIN].items() if step > run.last_step / 20]
     axes.set_ylim(min(losses) * 0.97, max(end or losses) * 1.03)  # the fall in the first steps would flatten the rest
     axes.legend(frameon=False)
-    figure.savefig(paths[0])
+    save(figure, paths[0])
 
     title = "Loss against the first run: training (line), validation (marks)"
     figure, axes = canvas(f"difference to {runs[0].label}, %", title)
@@ -367,8 +368,15 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     axes.set_ylim(-reach, reach)
     if len(runs) > 1:
         axes.legend(frameon=False)
-    figure.savefig(paths[1])
+    save(figure, paths[1])
     return paths
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all."""
+    image = io.BytesIO()
+    figure.savefig(image)
+    replace_file(path, image.getvalue())
 
 
 def canvas(ylabel: str, title: str) -> tuple[Any, Any]:

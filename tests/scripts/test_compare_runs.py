@@ -74,6 +74,17 @@ def test_the_table_and_the_pictures(runs: Path, tmp_path: Path, compare: Run) ->
     assert is_png(out / "loss.png") and is_png(out / "difference.png")
 
 
+def test_a_full_disk_leaves_the_old_pictures(runs: Path, tmp_path: Path) -> None:
+    old = tmp_path / "loss.png"
+    old.write_text("old")
+    script = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "bf16", "fp8", "--out", str(tmp_path)]
+    small = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash"]
+    done = subprocess.run([*small, *script], cwd=runs, capture_output=True, text=True, check=False)
+    message = f"octet: error: {old}: File too large; free space, or name another place\n"
+    assert (done.returncode, done.stderr) == (1, message)
+    assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
+
+
 def test_markdown_of_a_run_that_has_not_finished(runs: Path, tmp_path: Path, compare: Run) -> None:
     unfinished = tmp_path / "unfinished"
     shutil.copytree(runs / "fp8", unfinished)
