@@ -51,13 +51,14 @@ def run() -> None:
             raise UserError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
     from trainer.config import load
     from trainer.forecast.planner import degrees_given, planned
+    from trainer.run.own_settings import own_settings
 
     rest, given = degrees_given(rest)
     sys.argv = [sys.argv[0], *rest]
-    jobs = compose(Path(__file__).resolve().parents[1] / "configs")
+    jobs = compose(Path(__file__).resolve().parents[1] / "configs", own=own_settings)
     if len(jobs) != 1:
         raise UserError("several values: a layout is planned for one config; leave -m out")
-    print(planned(load(jobs[0].tree), options, given, rest))
+    print(planned(load(jobs[0].tree), options, given, rest, jobs[0].settings is not None))
 
 
 def _counts(text: str) -> list[int]:

@@ -41,15 +41,21 @@ def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
     return [word for word in words if word.partition("=")[0] not in DEGREES], given
 
 
-def planned(config: Config, options: Namespace, given: Mapping[str, int], words: Sequence[str]) -> str:
+def planned(
+    config: Config, options: Namespace, given: Mapping[str, int], words: Sequence[str], of_a_run: bool = False
+) -> str:
     """Return the table and the command. options: of the script. given: fixed degrees. words: those that made the
-    config.
+    config. of_a_run: from the settings of a run, whose batch and sequences stay.
 
     Raises UserError if nothing fits.
     """
     rest = list(words)
     key, length = "trainer.sequence_length", min(LENGTH, config.model.max_position_embeddings)
-    if config.trainer.sequence_length == UNSAID and not any(word.partition("=")[0] == key for word in rest):
+    if (
+        not of_a_run
+        and config.trainer.sequence_length == UNSAID
+        and not any(word.partition("=")[0] == key for word in rest)
+    ):
         config = replace(config, trainer=replace(config.trainer, sequence_length=length))
         rest.append(f"{key}={length}")
     check_sizes(config)
@@ -69,7 +75,11 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
     ]
 
     search, batch = Search(config, plan, given, run), config.trainer.global_batch_size
-    is_given = batch != UNSAID_BATCH or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
+    is_given = (
+        of_a_run
+        or batch != UNSAID_BATCH
+        or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
+    )
     is_given = (is_given and not options.sequences) or _sets(run, "global_batch_size")
 
     def batches(machine: Machine) -> list[int]:

@@ -7,12 +7,15 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 from composed import config_of, model_of
 
 from models.config import Activation
 from models.flops import arriving
 from precision import Plan
 from trainer.config import Config, Dispatch, GpuChoice, PipelineSchedule, Recompute, Switch
+from trainer.config.paths import kept_tree
+from trainer.digests import stamped
 from trainer.forecast.cost import DRAG, HOST, SPARE, SYMMETRIC, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
 from trainer.forecast.expert_messages import buffer_bytes
@@ -354,6 +357,21 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
     """Also one that the GPUs do not divide: some of them share sequences, or are stages."""
     done = plan_parallelism("--gpus", "8", "model=moonlight_16b", "trainer.global_batch_size=12")
     assert "trainer.global_batch_size=12" in done.stdout.splitlines()[-1], done.stderr
+
+
+def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism: Run) -> None:
+    """Its batch and sequences stay, also where they are the defaults."""
+    run = tmp_path / "mine"
+    run.mkdir()
+    tree = kept_tree(config_of(["model.num_layers=5", "parallel.tensor=2"]))
+    (run / "config.yaml").write_text(stamped(yaml.safe_dump(tree)))
+    done = plan_parallelism("--gpus", "8", "--rows", "1", f"run.resume={run}")
+    sizes, start = tree["trainer"], f"torchrun --nproc_per_node=8 train.py run.resume={run} parallel."
+    command = done.stdout.splitlines()[-1]
+    assert command.startswith(start) and "sequence_length" not in command and "parallel.tensor=1" in command, (
+        done.stderr
+    )
+    assert f"trainer.global_batch_size={sizes['global_batch_size']}" in command
 
 
 @pytest.mark.parametrize(
