@@ -28,7 +28,9 @@ def run() -> None:
         choice = device if device in LENGTHS else " or ".join(LENGTHS)
         raise UserError(f"{asked[0]}: the audit has an option for it; write --device {choice}")
     sys.argv[1:] = [*overrides, f"trainer.device={given.device}"]
-    jobs = compose(CONFIGS)
+    from trainer.run.own_settings import own_settings
+
+    jobs = compose(CONFIGS, own=own_settings)
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
