@@ -52,9 +52,9 @@ def check_writable(run: "RunConfig") -> None:
 
 def check_name(name: str | None) -> None:
     """Raise UserError for a run.name that no folder can have, or that contains several."""
-    if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
+    if name is not None and not re.fullmatch(r"[^-./\\\s][^/\\\s]*", name):
         raise UserError(
-            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
+            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot or -"
         )
 
 

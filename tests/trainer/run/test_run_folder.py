@@ -142,7 +142,7 @@ def test_runs_without_a_name_get_different_ones_that_sort_by_time(runs: Path, op
     assert all(re.fullmatch(r"\d{8}-\d{6}-fp8_delayed(-\d)?", name) for name in names), names
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "/tmp/x", ".hidden", "a b", "."])
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "/tmp/x", ".hidden", "-x", "a b", "."])
 def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name: str) -> None:
     with pytest.raises(ValueError, match="must be a plain folder name"):
         opened(runs, name)
