@@ -178,7 +178,7 @@ def test_losses_that_are_not_finite_are_left_out(runs: Path, tmp_path: Path, com
         (["bf16", "elsewhere"], "other data; compare runs that share it"),
         (["fp8", "bf16_seed2"], "another data order, and no run beside it differs in the seed alone"),
         (["bf16", "fp8", "./bf16/"], "bf16 fp8 bf16: a run is named twice; name each once"),
-        (["bf16"], "bf16: one run has nothing to be compared to; name two or more, or see its curves with python /"),
+        (["bf16"], "bf16: one run has nothing to be compared to; name two or more, or see its curves with python "),
         (["bf16", "fp8", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
     ],
 )
