@@ -63,6 +63,10 @@ NO_FP8_PRODUCT = {
 }
 
 
+for name in ("COLUMNS", "FORCE_COLOR"):  # of the terminal that the tests run in, not of the ones that they look at
+    os.environ.pop(name, None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What processes of this run compose, they compose once for all."""
     if SHARED not in os.environ:  # a worker has the folder of who started it
