@@ -59,9 +59,13 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     rank_group.judge = judge
     try:
         with _own_warnings_in_one_line():
-            main()
+            try:
+                main()
+            except SystemExit:
+                sys.stdout.flush()  # what `--help` prints is its result, and at exit its loss goes unreported
+                raise
         if is_script:
-            sys.stdout.flush()  # what a script prints is its result; at exit it would be too late to report its loss
+            sys.stdout.flush()  # so is what a script prints
     except SystemExit:  # --help, --cfg job: the others may not have it
         rank_group.leave()
         raise

@@ -317,7 +317,9 @@ def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.Monk
     assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
 
 
-@pytest.mark.parametrize("words", [["train.py", "dry_run=true"], ["scripts/plan_parallelism.py", "--gpus=8"]])
+@pytest.mark.parametrize(
+    "words", [["train.py", "--help"], ["train.py", "dry_run=true"], ["scripts/plan_parallelism.py", "--gpus=8"]]
+)
 def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_nobody_reads_is_none(
     words: list[str], tmp_path: Path
 ):
@@ -335,16 +337,6 @@ def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_nobody_
         )
         os.close(file)
         assert (done.returncode, done.stderr) == expected
-
-
-def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, str(ROOT / "train.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    # 0 if Python buffers what it prints and nobody learns that it was lost
-    assert done.returncode in (0, 141) and done.stderr == ""
 
 
 @pytest.mark.parametrize(
