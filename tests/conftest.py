@@ -33,7 +33,8 @@ from ports import free_port
 # Tests of these folders use GPUs; to all others a machine with GPUs is one without, whose kernels are interpreted.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     on_gpus = [Path(__file__).parent / name for name in ("gpu", "precision/kernels")]
-    asked = [Path.cwd(), *(Path(word).absolute() for word in sys.argv[1:])]
+    words = (word for before, word in itertools.pairwise(sys.argv) if before not in ("--ignore", "--deselect"))
+    asked = [Path.cwd(), *(Path(word).absolute() for word in words)]
     if not any(place.is_relative_to(folder) for place in asked for folder in on_gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
