@@ -64,7 +64,8 @@ NO_FP8_PRODUCT = {
 }
 
 
-for name in ("COLUMNS", "FORCE_COLOR"):  # of the terminal that the tests run in, not of the ones that they look at
+# of the shell that the tests run in, not of what they look at
+for name in ("COLUMNS", "FORCE_COLOR", "PYTHONWARNINGS"):
     os.environ.pop(name, None)
 
 

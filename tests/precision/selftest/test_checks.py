@@ -16,7 +16,6 @@ from precision.selftest.checks import CHECKS, Check, share_of
 from precision.selftest.twins import Mismatch, near, same
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a run on a GPU does all of this")
 
 
 def decorated(file: Path) -> list[str]:

@@ -177,27 +177,6 @@ def test_host_buffers_are_reused(checkpointer: Checkpointer, monkeypatch: pytest
     assert len(set(seen)) == 1 and seen[0] != weight.data_ptr()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_a_gpu_are_saved_as_they_were_at_the_call(folder: Path, events: Any, assert_same: Any) -> None:
-    checkpointer = Checkpointer(folder, 0, events)
-    weight = torch.zeros(1 << 24, device="cuda")
-    step_count = torch.zeros((), device="cuda")
-    for step in range(1, 4):
-        weight.fill_(step)
-        step_count += 1
-        checkpointer.save(
-            step, {"weight": weight, "row": weight[5:9], "step": step_count, "host": torch.tensor(step)}, {}
-        )
-        weight.fill_(-1)
-    checkpointer.close()
-    for step, path in enumerate(list_checkpoints(folder), start=1):
-        state, _ = read(path)
-        assert_same(state["weight"], torch.full((1 << 24,), float(step)))
-        assert_same(state["row"], torch.full((4,), float(step)))
-        assert_same(state["step"], torch.tensor(float(step)))
-        assert_same(state["host"], torch.tensor(step))
-
-
 def test_the_newest_are_kept_and_a_saved_step_is_not_saved_again(
     checkpointer: Checkpointer, folder: Path, events: Any
 ) -> None:

@@ -45,8 +45,6 @@ def test_recomputation_does_not_run_the_kernel_again(monkeypatch: pytest.MonkeyP
     kernels = pytest.importorskip("precision.kernels.document_attention", reason="Triton is missing")
     from precision.kernels.attention_ops import document_attention
 
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu/test_document_attention.py has the GPU")
     runs, forward = [], kernels.forward
 
     def counted(*args: object) -> tuple[Tensor, Tensor]:
