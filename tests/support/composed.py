@@ -24,8 +24,7 @@ from models import DeepSeek
 from precision import Plan
 from precision.hardware import Gpu
 from trainer.config import Config, load
-from trainer.config.load import unknown_key
-from trainer.config.schema import fit
+from trainer.config.load import fit_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = "OCTET_TESTS_COMPOSED"  # a folder of this test run, in which its processes keep what they have composed
@@ -37,7 +36,7 @@ def config_of(overrides: Sequence[str]) -> Config:
     do it, which takes longer than all the rest."""
     tree = tree_of(overrides)
     try:
-        return fit(_resolved(tree, tree), Config, unknown_key)
+        return fit_config(_resolved(tree, tree))
     except KeyError:  # another kind of reference, or a wrong one
         return load(tree)
 

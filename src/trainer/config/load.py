@@ -11,6 +11,7 @@ from typing import Any, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from precision.config import Precision
 from precision.errors import UserError
 from trainer.config.other_frameworks import octet_key
 from trainer.config.schema import ELSEWHERE, fit, generic, keys_of, nearest, shown
@@ -34,7 +35,14 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
             plain = cast(dict[str, Any], OmegaConf.to_container(created, resolve=False))
             fit(plain.get(named[1]), hints[named[1]], unknown_key, named[1])
         raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
-    return fit(tree, Config, unknown_key)
+    return fit_config(tree)
+
+
+def fit_config(tree: Any) -> Config:
+    """Return the config in a plain tree, in which nothing refers to another key. Raises as `load` does."""
+    config: Config = fit(tree, Config, unknown_key)
+    config.precision.table.optim.moments = Precision(config.optim.moments.value)  # it may have been set there
+    return config
 
 
 def unknown_key(key: str, value: Any) -> str:

@@ -161,7 +161,7 @@ class OptimConfig:
     clip: float | None
     """Largest global gradient norm; null: no clipping."""
     moments: Moments
-    """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
+    """Format of both moments and of Muon's momentum: as the precision table says, unless it is set here."""
     schedule: Schedule
     """Shape of the decay: wsd (straight line), cosine, or phases (as in trainer.phases)."""
     warmup_steps: Span

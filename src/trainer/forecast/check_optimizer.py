@@ -33,11 +33,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def _check_moments(config: Config) -> None:
-    o, decided = config.optim, config.precision.table.optim.moments
-    if decided is not None and decided.value != o.moments.value:
-        why = f"the precision table sets {decided.value}"
-        fix = f"leave optim.moments out, and set precision.table.optim.moments={o.moments.value}"
-        refuse("optim.moments", o.moments.value, why, fix)
+    o = config.optim
     if o.moments is Moments.fp32:
         return
     decays = {"optim.betas": max(o.betas)}
@@ -46,7 +42,7 @@ def _check_moments(config: Config) -> None:
     for key, decay in decays.items():
         if decay > SLOWEST:
             why = f"moments in BF16 lose changes as small as a decay of {decay} makes"
-            fix = f"set {SLOWEST} or less, or precision.table.optim.moments=fp32"
+            fix = f"set {SLOWEST} or less, or optim.moments=fp32"
             refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
 
 

@@ -10,6 +10,7 @@ from composed import CONFIGS, config_of
 from omegaconf import OmegaConf
 from run_folders import save
 
+from precision.config import Precision
 from precision.errors import UserError
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config, load
@@ -106,15 +107,18 @@ def test_keys_groups_and_recipes_change_the_settings(
     assert settings(config) == expected
 
 
-def test_the_table_decides_the_moments_of_a_resumed_run_too(typed: Callable[..., Job]) -> None:
-    start("narrow", *STARTED, "precision.table.optim.moments=bf16")
+@pytest.mark.parametrize("key", ["optim.moments", "precision.table.optim.moments"])
+def test_table_and_optimizer_have_the_same_moments(key: str, typed: Callable[..., Job]) -> None:
+    start("narrow", *STARTED, f"{key}=bf16")
     for words, moments in (
         ((), "bf16"),
         (("precision.table.optim.moments=fp32",), "fp32"),
+        (("optim.moments=fp32",), "fp32"),
         (("+recipe=bf16",), "fp32"),
     ):
         config = load(typed("run.name=narrow", "run.resume=auto", *words).tree)
         assert config.optim.moments.value == moments
+        assert config.precision.table.optim.moments is Precision(moments)
 
 
 def test_a_length_replaces_the_other(typed: Callable[..., Job]) -> None:
