@@ -2,8 +2,9 @@
 
     python scripts/kurtosis_lead.py runs/fp8 --twin runs/bf16
 
-The twin is the same run in BF16: same model, data, seed and learning rate. It reads metrics.jsonl of both and
-events.jsonl, and prints the step of each sign, and its lead over the divergence in steps.
+The twin is the same run in BF16: same model, data, seed and learning rate; a note names other settings that differ. It
+reads metrics.jsonl of both and events.jsonl, and prints the step of each sign, and its lead over the divergence in
+steps.
 
     divergence       the first step of a loss (loss/lm) that is 0.5 nats above its lowest over 100 steps and not back
                      within 500, or of 10 skipped steps in a row, as far as logged lines show
@@ -23,10 +24,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from precision.errors import UserError
+from trainer.config_diff import changes
 from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
-from trainer.run.names import EVENTS, METRICS
+from trainer.run.names import CONFIG, EVENTS, METRICS
 
 RISE, OVER, BACK, SKIPPED = 0.5, 100, 500, 10
 NORM, LINES = 4.0, 20
@@ -45,6 +49,8 @@ def run() -> None:
         given = f"--ratio {arguments.ratio} --lines {arguments.lines}"
         raise UserError(f"{given}: give a ratio above 1 and 1 or more lines")
     ours, theirs = series(arguments.run), series(arguments.twin)
+    if different := differences(arguments.twin, arguments.run):
+        print(f"note: the twin is another run: {different}", file=sys.stderr)
     end = divergence(ours)
     print(f"divergence           {'none' if end is None else f'step {end}'}")
     spike = norm_spike(ours.get("optim/grad_norm", {}))
@@ -59,6 +65,15 @@ def run() -> None:
         raise UserError(f"{arguments.twin}: {why}; log both at equal steps")
     for name, step in signs.items():
         print(f"{name:<20} {verdict(step, end)}")
+
+
+def differences(twin: Path, run: Path) -> str:
+    """Return settings of the twin that differ from the run's, beside precision and what does not train."""
+    try:
+        theirs, ours = ((folder / CONFIG).read_bytes() for folder in (twin, run))
+        return changes(theirs, ours, but=("precision", "run", "logging", "checkpoint", "health", "eval"))
+    except (OSError, yaml.YAMLError):  # of folders without a config, only the metrics count
+        return ""
 
 
 def verdict(step: int | str | None, end: int | None) -> str:

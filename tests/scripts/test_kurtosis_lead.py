@@ -32,7 +32,10 @@ def lead(run_python: Run, *words: object) -> str:
 def test_steps_of_warning(tmp_path: Path, run_python: Run, dead: float | None) -> None:
     twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
     fp8 = write(tmp_path / "fp8", lambda step: 4.0 if step < 2000 else 9.0, lambda step: 3 if step < 4000 else dead)
-    said = lead(run_python, fp8, "--twin", twin).splitlines()
+    for folder, layers, name in ((twin, 2, "bf16"), (fp8, 3, "fp8_full")):
+        (folder / "config.yaml").write_text(f"model: {{num_layers: {layers}}}\nprecision: {{name: {name}}}\n")
+    *said, note = lead(run_python, fp8, "--twin", twin).splitlines()
+    assert note == "note: the twin is another run: model.num_layers 2 -> 3"
     assert said[:3] == [
         "divergence           step 4000",
         "gradient norm        step 3500: 500 steps before",

@@ -188,9 +188,8 @@ class Checkpointer:
                 if reason != self._last_reported:  # not by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
                 self._last_reported = reason
-            raise CheckpointError(
-                f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
-            ) from error
+            kept = "earlier checkpoints are intact, " if list_checkpoints(self.folder) else ""
+            raise CheckpointError(f"checkpoint of {reason}; {kept}free space or set run.dir") from error
         if files is None:  # of another rank than 0
             return
         seconds = time.perf_counter() - start

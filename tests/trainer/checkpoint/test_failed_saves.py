@@ -26,7 +26,9 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
             checkpointer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert isinstance(failure.value, OSError) and "\n" not in str(failure.value)
+    assert isinstance(failure.value, OSError) and str(failure.value).endswith(
+        "File too large; earlier checkpoints are intact, free space or set run.dir"
+    )
     assert events.heard[-1][0] == "alert"
     assert events.heard[-1][3] == {"rule": "checkpoint", "path": str(folder / "step_00000002"), "failed": True}
     assert [path.name for path in folder.iterdir()] == ["step_00000001"]
@@ -41,7 +43,7 @@ def test_training_continues_after_a_failed_save(checkpointer: Checkpointer, fold
     folder.write_text("in the way")
     for step in (1, 2):
         checkpointer.save(step, {"t": torch.ones(3)}, {})
-    with pytest.raises(CheckpointError, match=str(folder)):
+    with pytest.raises(CheckpointError, match=rf"{folder}.*; free space"):  # there are no earlier ones
         checkpointer.wait()
     assert [(kind, step, what["rule"]) for kind, step, _, what in events.heard] == [
         ("alert", 1, "checkpoint"),
