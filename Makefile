@@ -1,6 +1,6 @@
 # make train    trains on this machine:  make train RECIPE=bf16 ARGS="trainer.max_steps=50 model.num_layers=6"
 # make test     runs every check; make test-all also the whole products of options, of which make test meets each pair
-# make test-gpu         runs the tests that use one GPU, eight at a time; make test does so on a machine with a GPU
+# make test-gpu         runs the tests that use one GPU, sixteen at a time; make test does so on a machine with a GPU
 # make test-elsewhere   runs the tests of numbers as another CPU computes them
 # make test-versions    runs them with the oldest and the newest torch that pyproject.toml allows, each in a venv of its own
 # make soak     kills, stops, damages and resumes runs at random:  make soak ARGS="--faults 200 --seed 3"
@@ -61,7 +61,7 @@ test-all: $(VENV)/.installed-test
 
 # what needs several GPUs is apart: .venv/bin/pytest -n 8 --dist loadfile tests/gpu/parallel
 test-gpu: $(VENV)/.installed-test
-	$(BIN)/pytest -n 8 --dist worksteal tests/gpu tests/precision/kernels --ignore tests/gpu/parallel $(PYTEST_ARGS)
+	$(BIN)/pytest -n 16 --dist worksteal tests/gpu tests/precision/kernels --ignore tests/gpu/parallel $(PYTEST_ARGS)
 	$(BIN)/pytest $(TIMED)
 
 test-elsewhere: $(VENV)/.installed-test
