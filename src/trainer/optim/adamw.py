@@ -292,7 +292,8 @@ class Optimizer:
             p.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return moments and step counts by parameter name, sharded as the parameters are."""
+        """Return moments and step counts by parameter name, sharded as the parameters are. A checkpoint is read into
+        them."""
         return {
             name: {
                 key: shared_like(tensor, p) if tensor.dim() else tensor
@@ -301,10 +302,3 @@ class Optimizer:
             for name in self._elementwise
             for p in (self._named[name],)
         }
-
-    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy moments and step counts back, in place, sharded as they are here. (A checkpoint is read into them.)"""
-        for name, tensors in self.state_dict().items():
-            for key, tensor in tensors.items():
-                if not tensor.is_meta:
-                    local(tensor).copy_(local(state[name][key]))
