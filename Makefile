@@ -50,11 +50,10 @@ test: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/pyright
 
-# three workers on two cores: some tests wait for processes that give up or die
 # PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports; with PYTHONUNBUFFERED none would
 # meet at its exit what it could not print
 suite: $(VENV)/.installed-test
-	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED= OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
@@ -65,7 +64,7 @@ test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest $(TIMED)
 
 test-elsewhere: $(VENV)/.installed-test
-	PYTHONDONTWRITEBYTECODE= $(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(NUMBERS) $(PYTEST_ARGS)
 
 test-versions:
 	@for version in $(TORCHES); do \
