@@ -103,6 +103,20 @@ def test_a_committed_step_after_a_skipped_one_is_replayed(run: Path) -> None:
     assert gradient.shape == (4, 64, 32) and gradient.not_finite == 0
 
 
+def test_within_documents_both_passes_weigh_multi_token_prediction_as_the_step_does(
+    tmp_path: Path, small_runs: Any
+) -> None:
+    """Its targets differ in number between microbatches and steps; here a step has been trained again before."""
+    small_runs.write(tmp_path)
+    for i in range(200):
+        (tmp_path / "text" / f"short{i}.txt").write_text(f"return {i}" * (i % 7 + 1))
+    keys = ["precision=fp32", "trainer.max_steps=4", "checkpoint.every=2", "trainer.document_masking=true"]
+    run = small_runs.train(tmp_path, "run", *keys, "trainer.microbatch_size=2")
+    done = again(find(run, 4, 10), against="fp32")
+    ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
+    assert all(kept(row).equal(kept(theirs[name])) for name, row in ours.items()), "one precision, the same bits"
+
+
 def test_from_the_start_and_with_other_keys(run: Path) -> None:
     done = again(find(run, 2, 10), "precision.scaling.margin=1", "trainer.microbatch_size=4", against="fp32")
     assert done.target.checkpoint is None and done.microbatches == 1

@@ -187,6 +187,8 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     twin.model.load_state_dict(engine.model.state_dict())
     for each in (engine, twin):
         each.enter(shape, timeline.weights(target.step), None)
+        if (targets := each.model.mtp_targets(tokens)) is not None:
+            each.model.expect(targets, count)
 
     def probe_all(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
         part = tokens.split(size)[index]
