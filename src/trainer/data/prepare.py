@@ -44,7 +44,7 @@ from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
 from trainer.files import replace_file
 
-WEIGHED = "by text"  # what weights count: part of the key of a mix
+WEIGHED = "by training text"  # what weights count: part of the key of a mix
 
 
 def prepare(

@@ -346,7 +346,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
                 raise UserError(f"{readers[source].part.key}: has no text to repeat")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
-        if not (isinstance(block, UnsplitBlock) and block.held_out):
+        if not (isinstance(block, UnsplitBlock | TextFile) and block.held_out):
             shares[source] = shares[source] or _share_of_text(block)
             taken[source] += block.num_bytes * shares[source]
         yield MixedBlock(source, block, source in ended)

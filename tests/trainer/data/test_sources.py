@@ -312,6 +312,22 @@ def test_weights_are_shares_of_the_training_text_if_text_of_ones_own_is_held_out
     assert dict(result.validations)["web"].sidecar.num_documents == 60
 
 
+@pytest.mark.parametrize("stop", Stop)
+def test_weights_are_shares_of_the_training_text_if_whole_files_are_held_out(
+    prepare_for: Prepare, tmp_path: Path, stop: Stop
+) -> None:
+    """Of one source, one of its two files."""
+    entries = []
+    for name, count, lines in (("few", 2, 6000), ("many", 40, 1000)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.txt").write_text("".join(f"{name} {n}\n" for n in range(lines)))
+        entries.append(MixEntry(name=name, path=str(tmp_path / name), weight=1.0))
+    result = prepare_for(source=Source.text, glob="*.txt", mix=entries, stop=stop)
+    (_, few), (_, many) = result.documents.values()
+    assert few / (few + many) == pytest.approx(0.5, abs=0.07)
+
+
 def test_a_source_of_which_a_mix_reads_nothing_to_hold_out_is_named_with_what_ends_the_mix(
     prepare_for: Prepare, three: list[MixEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
