@@ -35,7 +35,7 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
     key = "trainer.max_tokens" if t.max_steps is None else "trainer.max_steps"
     size = t.max_tokens if t.max_steps is None else t.max_steps
     count = count_parameters(m)
-    active = max(count.active - m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers), 1)
+    active = count.active - m.vocab_size * m.hidden_size  # the head counts once, however often it is used
     low, high = usual_rates(active, trained)
     lines, from_scratch = [], config.run.init_from is None
 

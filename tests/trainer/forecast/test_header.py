@@ -98,6 +98,13 @@ def test_published_learning_rates_are_usual() -> None:
         assert low < rate < high
 
 
+def test_a_vocabulary_does_not_change_the_usual_rate() -> None:
+    """Nor does its head, which multi-token prediction uses again."""
+    sizes = ("model.vocab_size=4096", "model.vocab_size=129280")
+    small, large = (unusual(config_of(["model=deepseek_300m", "optim.lr=1", size]))[0] for size in sizes)
+    assert small == large and small.startswith("optim.lr=1: ")
+
+
 def test_the_default_rate_is_unusual_for_a_large_model_however_short_the_run() -> None:
     config = config_of(["model=moonlight_16b"])
     assert any(line.startswith("optim.lr=0.002: ") for line in unusual(config))
