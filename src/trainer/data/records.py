@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -364,7 +365,7 @@ class TextFile:
             except OSError as error:
                 log.lost(self.label, unpack_error(error))
                 return
-            data = b"".join(blocks)
+            data = b"".join(blocks).removeprefix(BOM_UTF8)
             for piece in document(data, self.label, "all of it", fraction, log):
                 yield piece._replace(held_out=self.held_out)
             return

@@ -162,8 +162,9 @@ def test_a_row_group_as_large_as_its_file_is_read_in_pieces_and_sampled_in_part(
 
 def test_a_text_file_is_a_document_compressed_or_not(prepare_for: Prepare, tmp_path: Path) -> None:
     for n, text in enumerate(TEXTS[:20]):
-        (tmp_path / f"{n:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
-        (tmp_path / f"{n:02}.md").write_text(text)
+        content = ("\ufeff" * (n % 2) + text).encode()  # a byte order mark is no text
+        (tmp_path / f"{n:02}.txt.gz").write_bytes(gzip.compress(content))
+        (tmp_path / f"{n:02}.md").write_bytes(content)
     both = [prepare_for(source=Source.files, path=str(tmp_path), glob=glob) for glob in ("*.txt.gz", "*.md")]
     for result in both:
         assert sorted(texts_of(result) + texts_of(result, "validation")) == sorted(TEXTS[:20])
