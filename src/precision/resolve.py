@@ -58,9 +58,14 @@ class Gemm:
     is_core: bool = False
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether it is of experts, of which there may be one."""
+        return self.groups > 1 or ".experts." in self.name
+
+    @property
     def kind(self) -> str:
         """Its kind in the rate table."""
-        return "core" if self.is_core else "grouped" if self.groups > 1 else "linear"
+        return "core" if self.is_core else "grouped" if self.is_grouped else "linear"
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class Resolver:
         else:
             choice = self._again(gemm) or self._fp8(gemm)
         in_blocks = choice.precision is Precision.fp8 and self._scaling.endswith(Granularity.block.value)
-        rounds = choice.backend == CUDA and gemm.output is not BF16 and (gemm.groups > 1 or in_blocks)
+        rounds = choice.backend == CUDA and gemm.output is not BF16 and (gemm.is_grouped or in_blocks)
         if rounds and not any(ROUNDED in note for note in self.notes):
             self.notes.append(f"{gemm.name} {ROUNDED}")
         self._rows[gemm.name] = choice, gemm.accumulation
@@ -258,14 +263,13 @@ class Resolver:
 
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Return the backend that serves the row if `backend` is preferred."""
-        grouped = gemm.groups > 1 or ".experts." in gemm.name
         problem = None
         if backend == CUDA:
-            problem = wrong_products(gemm.groups) or (_narrow_rows(gemm) if grouped else None)
+            problem = wrong_products(gemm.is_grouped) or (_narrow_rows(gemm) if gemm.is_grouped else None)
         if problem is not None:
             if self._config.backend is not BackendChoice.auto:
                 raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
-            self.note(f"{EXPERTS if grouped else GEMMS} are served by reference instead of cuda: {problem}")
+            self.note(f"{EXPERTS if gemm.is_grouped else GEMMS} are served by reference instead of cuda: {problem}")
             return REFERENCE
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 

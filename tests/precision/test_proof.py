@@ -1,5 +1,6 @@
 """What the self-test found is found once for each GPU, torch, Triton and source; what was wrong is not used."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -23,6 +24,7 @@ from precision.selftest.checks import Check
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))
+ALONE = dataclasses.replace(LINEAR, name="layers.0.moe.experts.down")  # the only expert of a layer
 Run = Callable[[Combination], Proof]
 
 
@@ -107,7 +109,10 @@ def test_wrong_casts_refuse_the_backend_and_name_the_versions(tmp_path: Path, mo
     assert cuda_problem(H200) is None
 
 
-@pytest.mark.parametrize(("op", "wrong", "right"), [(proof.GEMMS, LINEAR, GROUPED), (proof.EXPERTS, GROUPED, LINEAR)])
+@pytest.mark.parametrize(
+    ("op", "wrong", "right"),
+    [(proof.GEMMS, LINEAR, GROUPED), *((proof.EXPERTS, experts, LINEAR) for experts in (GROUPED, ALONE))],
+)
 def test_wrong_products_are_refused_for_their_op_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, wrong: Gemm, right: Gemm
 ) -> None:

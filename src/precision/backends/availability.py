@@ -37,9 +37,9 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
     return wrong_kernels(CASTS)
 
 
-def wrong_products(groups: int) -> str | None:
-    """Return why the `cuda` backend cannot run GEMMs of a linear (groups 1), or of experts."""
-    return wrong_kernels(EXPERTS if groups > 1 else GEMMS)
+def wrong_products(grouped: bool) -> str | None:
+    """Return why the `cuda` backend cannot run GEMMs of a linear, or (grouped) of experts."""
+    return wrong_kernels(EXPERTS if grouped else GEMMS)
 
 
 def wrong_kernels(op: str) -> str | None:
