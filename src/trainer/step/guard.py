@@ -66,6 +66,11 @@ class Verdict:
         return self.ok | self.spike | self.crowded
 
 
+def total_norm(norms: Tensor) -> Tensor:
+    """Return the norm of all gradients, 0-d FP32, from those of each [P] FP32, whose squares may exceed FP32."""
+    return norms.double().norm().float()
+
+
 class Reason(NamedTuple):
     """The reason why a step was skipped. line: in words; what: the fields of its event."""
 
@@ -113,7 +118,7 @@ class StepGuard:
         """Return the verdict on a step with the arena's current amaxes. losses: [n], the total first. grad_norms: [P],
         as from `Optimizer.grad_norms`. loss_scale: of the backward pass. fill: of the slots in this step; `observing`:
         of those that it would have needed."""
-        reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
+        reading = self._spikes.read(losses[0], total_norm(grad_norms)) if self._spikes is not None else None
         spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
         fits = spiked.new_ones(1) if fill is None or observing else (fill <= 1)[None]
         bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), fits, ~spiked])

@@ -9,7 +9,7 @@ from models import Losses
 from precision import begin_step
 from trainer.parallel.collectives import all_max, all_mean, all_sum
 from trainer.step.engine import Engine
-from trainer.step.guard import Verdict
+from trainer.step.guard import Verdict, total_norm
 from trainer.step.metrics import load_metrics
 
 LOSSES = ("total", "lm", "mtp", "balance")
@@ -54,7 +54,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     if e.loss_scale is not None:
         e.optimizer.unscale(e.loss_scale.scale)
     norms = e.optimizer.grad_norms()
-    norm = norms.norm()
+    norm = total_norm(norms)
     verdict = e.guard.judge(step, means, norms, e.loss_scale, fill, slots is not None and slots.observing > 0)
     e.snapshot.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)

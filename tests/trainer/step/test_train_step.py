@@ -56,6 +56,15 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
+def test_the_norm_of_large_gradients_is_finite(make: Callable[[int], Engine]) -> None:
+    """Else their step would count, and clipping divide them by infinity."""
+    engine = make(4)
+    norms = torch.full((len(engine.optimizer.names),), 1e19)
+    engine.optimizer.grad_norms = lambda: norms  # type: ignore[method-assign]
+    result = train_step(engine, 1, windows(4), 4)
+    assert result.verdict.ok and float(result.metrics["optim/grad_norm"]) == pytest.approx(1e19 * len(norms) ** 0.5)
+
+
 def test_steps_enter_their_amaxes_into_the_histories(config: Configs) -> None:
     engine = build_engine(config("precision=fp8_delayed", "precision.backend=reference"), torch.device("cpu"))
     amaxes = []
