@@ -290,6 +290,18 @@ def test_a_probe_measures_the_bias_of_each_gemm(monkeypatch: pytest.MonkeyPatch)
         assert probe(row, 16, torch.device("cpu"), 128).word == ("fast" if name == "wgrad" else "fp32+fast")
 
 
+def test_the_only_expert_is_probed_as_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Plan(load("fp8_delayed"), 1).gemm("layers.0.moe.experts.down", "moe.experts", 64, 32, groups=1)
+    forward, ends = ReferenceBackend.forward, []
+
+    def seen(*args: Any) -> torch.Tensor:
+        ends.append(args[4])
+        return forward(*args)
+
+    monkeypatch.setattr(ReferenceBackend, "forward", seen)
+    assert probe(row, 16, torch.device("cpu"), 128).word == "fp32" and ends[0].tolist() == [128]
+
+
 def test_sums_too_short_to_tell_are_those_that_are_planned() -> None:
     """The sum of 16 terms that a tensor core truncates rounds to BF16 as the FP32 sum does; that of 2,048 does not."""
     generator = torch.Generator().manual_seed(0)

@@ -52,7 +52,7 @@ class Probe:
 def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORTEST) -> Probe:
     """Multiply coherent operands with the row's kernels, in its shape, in all three GEMMs. tokens: of a microbatch."""
     recipe, backend = row.recipe, get_backend(row.recipe.backend)
-    G = min(row.groups, GROUPS) if row.groups > 1 else 1
+    grouped, G = row.op == "moe.experts", min(row.groups, GROUPS)  # there may be one expert
     each = round(tokens * row.rows_per_token / row.groups)
     R = -(-min(max(each, shortest), LONGEST) // 128) * 128
     K, N = max(row.in_features, shortest), max(row.out_features, shortest)
@@ -64,8 +64,8 @@ def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORT
         return x.to(fmt.dtype).to(torch.bfloat16 if fmt.is_fp8 else fmt.dtype)
 
     x, dy = coherent(recipe.input, G * R, K), coherent(recipe.grad, G * R, N)
-    w = coherent(recipe.input, *((G,) if row.groups > 1 else ()), N, K)
-    offsets = (torch.arange(1, G + 1, device=device) * R).int() if row.groups > 1 else None
+    w = coherent(recipe.input, *((G,) if grouped else ()), N, K)
+    offsets = (torch.arange(1, G + 1, device=device) * R).int() if grouped else None
     x8, x_inv, operand, dy8 = x, None, WeightOperand(w), GradOperand(dy, dy)
     if recipe.is_fp8:
         none = torch.zeros((), device=device)

@@ -102,7 +102,8 @@ def _probe_all(
     for name, row in plan.gemms.items():
         if row.recipe.backend != CUDA:
             continue
-        shape = row.in_features, row.out_features, row.groups, row.rows_per_token, repr(row.recipe)
+        kind = row.op == "moe.experts", row.groups, row.rows_per_token, repr(row.recipe)
+        shape = *kind, row.in_features, row.out_features
         if shape not in made:
             first[name] = made[shape] = probe(row, tokens, device, shortest)
         of_row[name] = made[shape]
