@@ -15,9 +15,11 @@ The three GEMMs are those of the head's plan row, called through its backend. Tr
 interface: with them a BF16 head uses torch's GEMMs, and an FP8 head is computed unchunked, by Linear and
 `cross_entropy`.
 
-In FP8 x is cast once and dz per chunk: under the delayed scale, or with current scaling per tensor, under the chunk's
-own. dz is the gradient of a loss of weight 1, whatever weight multiplies it later. In FP16 that would underflow to 0:
-there dz and dx are gradients of `loss_scale` times the loss, and backward divides its factor by loss_scale.
+In FP8 x is cast once and dz per chunk. With delayed scaling the scale of dz comes from its bound, 1 / valid, which most
+steps reach, and not from past steps, whose microbatches may have had more targets. With current scaling per tensor it
+is the chunk's own. dz is the gradient of a loss of weight 1, whatever weight multiplies it later. In FP16 that would
+underflow to 0: there dz and dx are gradients of `loss_scale` times the loss, and backward divides its factor by
+loss_scale.
 
 With tensor parallelism the words are split over ranks. Each rank computes the logits of its words at all positions of
 the group. Ranks share maxima, sums and targets' logits (`split_rows`) and sum dx in FP32; dw covers the rank's own
@@ -35,6 +37,7 @@ from precision.backends import Backend, GradOperand, WeightOperand, get_backend
 from precision.cross_entropy import VocabularySplit, cross_entropy, cross_entropy_rows, mean_weight, split_rows
 from precision.linear import Linear
 from precision.rows import TE, GemmRecipe
+from precision.scaling import scale_from_amax
 
 _CHUNK_BYTES = 1 << 28  # size of a chunk's logits
 _MIN_ROWS = 2048  # with fewer, wgrad would take longer to move its FP32 sum than to multiply
@@ -136,6 +139,9 @@ def _in_chunks(
     if recipe.is_fp8:
         assert x_scale is not None and x_amax is not None, "precision.bind(model, ...) has not been called"
         x_TD, x_inv = backend.quantize(h_TD.detach(), x_scale, x_amax, recipe.input, recipe, x_place)
+        if recipe.delayed:
+            margin, power_of_two = recipe.scaling.margin, recipe.scaling.power_of_two
+            dz_scale = scale_from_amax(weight, recipe.grad.max, margin, power_of_two)
     else:
         x_TD = h_TD
     rows = chunk_rows(len(h_TD), operand.data.shape[0], recipe.output.bytes)

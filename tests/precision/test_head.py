@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision import IGNORED, Linear, Plan, PrecisionConfig, bind, linear_cross_entropy
+from precision import IGNORED, Linear, Plan, PrecisionConfig, ScalingArena, begin_step, bind, linear_cross_entropy
 from precision.backends import replaced
 from precision.backends.reference import ReferenceBackend
 from precision.cross_entropy import cross_entropy
@@ -18,13 +18,16 @@ Recipe = Callable[..., PrecisionConfig]
 TOKENS, HIDDEN, WORDS = 53, 48, 112
 
 
-def head(config: PrecisionConfig) -> Linear:
-    """A bound head with random weights."""
+def bound_head(config: PrecisionConfig) -> tuple[Linear, ScalingArena]:
+    """A head with random weights, and its scales."""
     plan = Plan(config, 1)
     layer = Linear(plan.gemm("lm_head", "lm_head", HIDDEN, WORDS))
     nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(0))
-    bind(layer, plan, "cpu")
-    return layer
+    return layer, bind(layer, plan, "cpu")
+
+
+def head(config: PrecisionConfig) -> Linear:
+    return bound_head(config)[0]
 
 
 def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,6 +101,20 @@ def test_a_head_in_fp8_is_the_whole_one_but_for_the_scales_of_chunks(name: str, 
     grads = [torch.autograd.grad(loss, (h, layer.weight)) for loss in (part, whole)]
     for ours, theirs in zip(*grads, strict=True):  # of dz in E5M2, cast under other scales: both are half a step off
         assert (ours.float() - theirs.float()).norm() < 2 * 2.0**-3 * theirs.float().norm()
+
+
+def test_fewer_targets_than_in_past_steps_clip_no_gradient(recipe: Recipe) -> None:
+    """After a resume with a smaller microbatch the mean has fewer targets, and each weighs more."""
+    found = []
+    for past in (1, 8):
+        layer, arena = bound_head(recipe("fp8_delayed", table__lm_head="fp8"))
+        for times in (past, 1):
+            begin_step(layer, arena)
+            h, target = batch(torch.bfloat16)
+            loss = linear_cross_entropy(h.repeat(1, times, 1), layer, target.repeat(1, times))
+            found.append(torch.autograd.grad(loss, layer.weight)[0])
+            arena.commit(torch.tensor(True))
+    torch.testing.assert_close(found[3], found[1], rtol=0, atol=0)
 
 
 def test_uses_add_up_in_the_master(recipe: Recipe) -> None:
