@@ -272,7 +272,8 @@ def _read_by_hydra(configs: Path, task: Callable[[], None]) -> None:
         raise UserError(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
     except ValueError as error:
         raise UserError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
-    sys.stderr.write(stderr.getvalue())
+    with contextlib.suppress(OSError):  # its disk may be full, or its terminal closed: unbuffered, "" fails there, too
+        sys.stderr.write(stderr.getvalue())
 
 
 def _explain_option(usage: str) -> str:

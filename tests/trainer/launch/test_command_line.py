@@ -1,6 +1,7 @@
 """The command line: each mistake ends in one clear line and leaves nothing behind."""
 
 import importlib.util
+import io
 import os
 import re
 import signal
@@ -315,6 +316,15 @@ def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.Monk
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
+
+
+def test_a_run_does_not_end_because_its_errors_cannot_be_printed(
+    call: Call, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+):
+    """Unbuffered, as in a container, where writing nothing to a full disk fails, too."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        assert call() == 0 and len(recorder.runs) == 1
 
 
 @pytest.mark.parametrize(
