@@ -25,10 +25,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
-    """Six steps in FP8, the fourth skipped; checkpoints after 3 and 6."""
+    """Six steps in FP8 with BF16 moments, the fourth skipped; checkpoints after 3 and 6."""
     folder = tmp_path_factory.mktemp("run")
     small_runs.write(folder)
-    keys = ["precision=fp8_delayed", "trainer.max_steps=6", "checkpoint.every=3"]
+    keys = ["precision=fp8_delayed", "precision.table.optim.moments=bf16", "trainer.max_steps=6", "checkpoint.every=3"]
     return small_runs.train(folder, "run", *KEYS, *keys, FAULT)
 
 
