@@ -60,6 +60,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     try:
         with _own_warnings_in_one_line():
             try:
+                _check_current_folder()
                 main()
             except SystemExit:
                 sys.stdout.flush()  # what `--help` prints is its result, and at exit its loss goes unreported
@@ -104,6 +105,14 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
             except OSError:  # its terminal is gone; else Python would exit with 120
                 _discard(stream)
     return OK
+
+
+def _check_current_folder() -> None:
+    """Raise UserError if the current folder was deleted: paths, and MKL, which torch loads, need one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was deleted; change to one that exists") from None
 
 
 @contextlib.contextmanager

@@ -286,6 +286,14 @@ def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["train.py", "scripts/sample.py"])
+def test_a_current_folder_that_was_deleted_is_named_as_such(name: str, tmp_path: Path):
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, str(ROOT / name), "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    expected = "octet: error: the current folder was deleted; change to one that exists\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
 @pytest.mark.parametrize(
     ("when", "number"), [("import", signal.SIGINT), ("exit", signal.SIGINT), ("exit", signal.SIGTERM)]
 )
