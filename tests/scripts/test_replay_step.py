@@ -13,6 +13,7 @@ from run_lines import metrics
 from torch import Tensor
 
 from precision.errors import UserError
+from trainer.files import trim
 from trainer.offline.replay import Replay, ReplayTarget, config_of, find, replay
 from trainer.offline.saved_model import config_at
 from trainer.recovery.nonfinite_probe import TensorReading
@@ -154,6 +155,10 @@ def test_what_a_discarded_course_reported_is_not_about_the_step(run: Path, tmp_p
     with (copy / "events.jsonl").open("a") as events:
         events.write('{"step": 3, "kind": "resume", "message": "resumed from step_00000003"}\n')
     assert find(copy, 4, 10).event is None
+    shutil.rmtree(copy / "checkpoints" / "step_00000006")
+    trim(copy / "metrics.jsonl", 3)
+    with pytest.raises(UserError, match=r"^step 6: .* has steps 1 to 3 so far"):
+        find(copy, 6, 10)
 
 
 def test_replay_prints_where_the_step_went_bad(run: Path, run_python: Run) -> None:

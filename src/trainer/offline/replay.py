@@ -104,8 +104,11 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
         raise UserError(f"{run}: {what}; give the folder of a run, as runs/NAME")
     events, metrics = _lines(run / EVENTS), _lines(run / METRICS)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
-    known = [entry["step"] for entry in [*events, *metrics]] + [checkpoint_step(path) or 0 for path in checkpoints]
-    last = max(known, default=0)
+    last = max([entry["step"] for entry in metrics] + [checkpoint_step(path) or 0 for path in checkpoints], default=0)
+    reported = 0
+    for entry in events:  # a resume discards later steps
+        reported = entry["step"] if entry.get("kind") == "resume" else max(reported, entry["step"])
+    last = max(last, reported)
     if not 1 <= step <= last:
         raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
     skipped = [
