@@ -68,8 +68,8 @@ def will_resume(run: "RunConfig") -> bool:
 
 def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
     """Return the run's folder, and the checkpoint if `resume` names one. Creates the folder of an unnamed run."""
-    check_name(name)
     if resume in ("never", "auto"):
+        check_name(name)
         if name is None:
             if resume == "auto":
                 raise UserError(

@@ -161,12 +161,12 @@ def check_origin(config: Config) -> None:
         pass
 
     run = config.run
-    check_name(run.name)
     if run.init_from is not None and not will_resume(run):
         path = Path(run.init_from)
         checkpoint = find_checkpoint(path, "run.init_from", quiet)
         _check_tensors(_meta_tensors(config), checkpoint, path)
     if run.resume == "never":
+        check_name(run.name)
         return
     folder = check_place(run)
     if run.resume != "auto":

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def test_a_run_folder_as_path_resumes_in_it(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200))
     run = opened(Path("elsewhere"), None, str(path))
     assert run.path == path and run.first_step == 200
+    copy = shutil.copytree(path, runs / "a (copy)")  # as file managers name it; no run.name may have a space
+    assert opened(runs, copy.name, str(copy)).path == copy
 
 
 def test_a_checkpoint_as_path_resumes_from_it_and_later_ones_are_set_aside(runs: Path, opened: Any) -> None:
