@@ -32,6 +32,11 @@ def as_typed(key: str, value: str) -> str:
     return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
+def resuming(folder: Path) -> str:
+    """Return the keys that resume the run in a folder, also one that has no checkpoint yet, as typed in a shell."""
+    return f"{as_typed('run.dir', str(folder.parent))} {as_typed('run.name', folder.name)} run.resume=auto"
+
+
 def kept_tree(config: "Config") -> dict[str, Any]:
     """Return `with_absolute_paths(config)` as plain values, enums by name: the content of config.yaml."""
     return _plain(asdict(with_absolute_paths(config)))

@@ -23,7 +23,7 @@ from typing import Any
 
 from precision.errors import UserError
 from trainer.checkpoint import OnEvent, Verify, checkpoint_name, checkpoint_step, newest_checkpoint, verify_checkpoint
-from trainer.config.paths import as_typed
+from trainer.config.paths import resuming
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import Loader, merge_ranges, window_name
 from trainer.digests import read_signed, write_signed
@@ -139,8 +139,7 @@ class Ladder:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
         listed = f"{', '.join(hints[:-1])} or {hints[-1]}" if len(hints) > 1 else hints[0]
         where = f"Look at {self._folder / 'events.jsonl'} for where each began"
-        run = f"{as_typed('run.dir', str(self._folder.parent))} run.name={self._folder.name} run.resume=auto"
-        return f"{where}; then resume with {run} and {listed}"
+        return f"{where}; then resume with {resuming(self._folder)} and {listed}"
 
     def apply(self, step: int, loader: Loader, schedule: LearningRate) -> None:
         """Before a step, apply the windows left out and the lowered rate of the rewinds up to the last one that went

@@ -51,7 +51,7 @@ from trainer.checkpoint import (
     verify_checkpoint,
     verify_on_all_ranks,
 )
-from trainer.config.paths import NO_PATHS, as_typed, kept_tree
+from trainer.config.paths import NO_PATHS, kept_tree, resuming
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
 from trainer.files import FULL, create, delete_temporary, replace_file, temporary_name, trim
@@ -259,8 +259,8 @@ class RunFolder:
                 "start a new run under another run.name"
             )
         if found is None and must_exist:
-            again = f"{as_typed('run.dir', str(self.path.parent))} run.name={self.path.name} run.resume=auto"
-            raise UserError(f"run.resume={self.path}: it has no checkpoint to resume from; start it again with {again}")
+            fix = f"start it again with {resuming(self.path)}"
+            raise UserError(f"run.resume={self.path}: it has no checkpoint to resume from; {fix}")
         return found
 
     def _start(self, texts: Mapping[str, str]) -> None:

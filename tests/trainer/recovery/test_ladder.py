@@ -101,11 +101,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
 def test_the_advice_at_the_end_is_one_that_the_run_can_follow(
     tmp_path: Path, numbers: str, place: str, advice: str
 ) -> None:
-    ours = ladder(tmp_path, in_fp8=numbers == "fp8", in_fp16=numbers == "fp16")
+    ours = ladder(tmp_path / "lr=1,2", in_fp8=numbers == "fp8", in_fp16=numbers == "fp16")
     ours.note(SkippedStep(3, 0, 4, place))
-    with pytest.raises(
-        TrainingStopped, match=re.escape(f" run.name={tmp_path.name} run.resume=auto and {advice}") + "$"
-    ):
+    resume = f"run.dir={tmp_path} \"run.name='lr=1,2'\" run.resume=auto"
+    with pytest.raises(TrainingStopped, match=re.escape(f" then resume with {resume} and {advice}") + "$"):
         ours.take("no checkpoint", 3, lambda *event, **what: None)
 
 

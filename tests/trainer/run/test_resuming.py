@@ -192,8 +192,8 @@ def test_a_path_that_leads_nowhere_is_refused(runs: Path, opened: Any, target: s
 
 
 def test_a_path_to_a_run_without_a_checkpoint_is_refused(runs: Path, opened: Any) -> None:
-    path = make_run(runs, checkpoints=())
-    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+    path = make_run(runs, checkpoints=()).rename(runs / "[a]")
+    with pytest.raises(ValueError, match=r"has no checkpoint to resume from; .* \"run.name='\[a\]'\" run.resume=auto$"):
         opened(runs, None, str(path))
 
 
