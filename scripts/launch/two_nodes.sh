@@ -10,6 +10,7 @@
 # All have the same checkout, and see run.dir under the same path. parallel=hsdp keeps most traffic inside a node;
 # NCCL_SOCKET_IFNAME and NCCL_IB_HCA say by which network NCCL goes, if it chooses badly.
 set -euo pipefail
+unset CDPATH # with it, cd prints where it goes, or goes elsewhere
 here=$(cd "$(dirname "$0")" && pwd)
 top=$(cd "$here/../.." && pwd)
 python=python

@@ -317,7 +317,7 @@ def test_mistakes_of_a_launch_script_are_one_line(tmp_path: Path, place: dict[st
 
 
 def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
-    """Where it had several processes; others, and new runs, get FSDP."""
+    """Where it had several processes; others, and new runs, get FSDP. Also with CDPATH, by which cd goes elsewhere."""
     script = tmp_path / "scripts" / "launch" / "two_nodes.sh"
     script.parent.mkdir(parents=True)
     shutil.copy(NODES, script)
@@ -327,7 +327,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
         (tmp_path / "runs" / name).mkdir(parents=True)
         layout = f"parallel:\n  replicate: 1\n  shard: 1\n  tensor: {tensor}\n  timeout: 300.0\nrun:\n  x: 2\n"
         (tmp_path / "runs" / name / "config.yaml").write_text(layout)
-    place = {"PROCESSES": "2", "NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    place = {"PROCESSES": "2", "NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "CDPATH": str(tmp_path)}
     for words, given in (
         (["+recipe=bf16"], "parallel=fsdp\n"),
         (["-cd", "configs", "model=imported"], "-cd\nparallel=fsdp\n"),
@@ -343,7 +343,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
         (["run.resume=runs/one"], "parallel=fsdp\n"),
         (["run.name=new", "run.resume=never"], "parallel=fsdp\n"),
     ):
-        assert run([str(script), *words], tmp_path, **place) == (0, given, ""), words
+        assert run([str(script.relative_to(tmp_path)), *words], tmp_path, **place) == (0, given, ""), words
 
 
 def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path, start: Start):
