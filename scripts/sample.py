@@ -68,9 +68,6 @@ def run() -> None:
     if len(prompt) + count > trained:
         log(f"the run was trained on {trained:,} tokens at a time: expect worse text beyond that")
 
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")  # a terminal that cannot show a character shows a substitute
     sampling, tally, stream = (
         Sampling(given.temperature, given.top_p, given.seed),
         Tally(),

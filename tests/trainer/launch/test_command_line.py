@@ -326,6 +326,11 @@ def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.Monk
     assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
 
 
+def test_a_letter_that_the_terminal_lacks_ends_no_program(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown := io.BytesIO(), "ascii", write_through=True))
+    assert guarded(lambda: print("runs/\u00fc")) == 0 and shown.getvalue() == b"runs/?\n"
+
+
 def test_a_run_does_not_end_because_its_errors_cannot_be_printed(
     call: Call, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ):
