@@ -2,7 +2,7 @@
 
     python scripts/accept_edit.py runs/first/recovery.json
     python scripts/accept_edit.py runs/first/config.yaml
-    python scripts/accept_edit.py ~/.cache/octet/stdlib-1f0c.../prepared.json
+    python scripts/accept_edit.py .cache/data/stdlib-1f0c.../prepared.json
 
 A run refuses `recovery.json`, `backends.json` and `prepared.json` that do not match their digests (`trainer.digests`);
 instead of such a `config.yaml` it resumes with the settings that its newest checkpoint keeps. With `prepared.json`, the
