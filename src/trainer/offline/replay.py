@@ -161,9 +161,8 @@ def config_of(target: ReplayTarget, overrides: list[str], faults: bool) -> dict[
 def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
     """Run the step. tree: from `config_of`; precision: YAML of the recipe to compare with; microbatch: the one to
     examine, None: the first bad one, or the first."""
-    config, recipe = load(tree), yaml.safe_load(precision.read_text())
-    optim = {**tree["optim"], "moments": recipe["table"]["optim"]["moments"]}  # a reference until it was composed
-    other = load({**tree, "precision": recipe, "optim": optim})
+    config = load(tree)
+    other = load({**tree, "precision": yaml.safe_load(precision.read_text())})
     for each in (config, other):
         check(each, 1)
     t, device = config.trainer, pick_device(config.trainer.device)
