@@ -25,6 +25,8 @@ from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 
+MOST = 1 << 20  # GPUs, or sequences of one
+
 
 def run() -> None:
     parser = Parser(__doc__)
@@ -66,6 +68,8 @@ def _counts(text: str) -> list[int]:
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: want a number above 0, or several: 6,8,10")
+    if max(numbers) > MOST:  # layouts of more take minutes to count
+        raise argparse.ArgumentTypeError(f"{max(numbers)}: want at most {MOST}")
     return numbers
 
 

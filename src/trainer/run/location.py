@@ -21,6 +21,7 @@ from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, LOGS
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
+LONGEST = 255  # bytes in a folder's name
 OWN_FOLDERS = LOGS, "profile", "tensorboard", "wandb"
 """Folders of a run beside its checkpoints."""
 
@@ -56,6 +57,8 @@ def check_name(name: str | None) -> None:
         raise UserError(
             f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot or -"
         )
+    if name is not None and (size := len(os.fsencode(name))) > LONGEST:
+        raise UserError(f"run.name={name[:20]}...: {size} bytes, and a folder's name has at most {LONGEST}; shorten it")
 
 
 def will_resume(run: "RunConfig") -> bool:

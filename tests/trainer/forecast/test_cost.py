@@ -395,6 +395,7 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
         (["--gpus", "8", "gpu=a100"], "gpu=a100: a step was measured on an H200 only; measure it with"),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),
+        (["--gpus", "8,100000000"], "--gpus: 100000000: want at most 1048576"),
         (["--gpus", "8", "parallel=fsdp"], "parallel=fsdp: the planner chooses the degrees"),
         (["--gpus", "8", "--tflops", "inf"], "--tflops=inf: set a number above 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),

@@ -140,6 +140,8 @@ def test_runs_without_a_name_get_different_ones_that_sort_by_time(runs: Path, op
 def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name: str) -> None:
     with pytest.raises(ValueError, match="must be a plain folder name"):
         opened(runs, name)
+    with pytest.raises(ValueError, match=r"run\.name=n{20}\.\.\.: 256 bytes, and a folder's name has at most 255"):
+        opened(runs, "n" * 256)
     assert not runs.exists()
 
 
