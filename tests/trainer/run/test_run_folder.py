@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path, open
     with pytest.raises(ValueError, match=r"run\.dir=.*file: .* cannot be used \(Not a directory\); set a folder that"):
         opened(tmp_path / "file", name)
     with pytest.raises(ValueError, match=r"run\.dir=.* cannot be used \(File name too long\)"):
-        opened(tmp_path, "a" * 300)
+        opened(tmp_path / ("a" * 300), name)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_data_is_prepared(
