@@ -4,4 +4,4 @@
 # PROCESSES  how many (default: the GPUs there are)
 # RESTARTS   how often a run that fails resumes by itself from its last checkpoint (default: 0; more needs run.name)
 set -euo pipefail
-NODES=1 exec "$(dirname "$0")/two_nodes.sh" "$@"
+NODES=1 exec "$(dirname "$(readlink -f "$0")")/two_nodes.sh" "$@"

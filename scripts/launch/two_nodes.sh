@@ -10,9 +10,8 @@
 # All have the same checkout, and see run.dir under the same path. parallel=hsdp keeps most traffic inside a node;
 # NCCL_SOCKET_IFNAME and NCCL_IB_HCA say by which network NCCL goes, if it chooses badly.
 set -euo pipefail
-unset CDPATH # with it, cd prints where it goes, or goes elsewhere
-here=$(cd "$(dirname "$0")" && pwd)
-top=$(cd "$here/../.." && pwd)
+here=$(dirname "$(readlink -f "$0")") # $0 may be a link to it
+top=$(dirname "$(dirname "$here")")
 python=python
 if [[ -x $top/.venv/bin/python ]]; then python=$top/.venv/bin/python; fi
 

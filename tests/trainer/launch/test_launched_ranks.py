@@ -317,10 +317,11 @@ def test_mistakes_of_a_launch_script_are_one_line(tmp_path: Path, place: dict[st
 
 
 def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
-    """Where it had several processes; others, and new runs, get FSDP. Also with CDPATH, by which cd goes elsewhere."""
+    """Where it had several processes; others, and new runs, get FSDP. Also through a link, and with CDPATH, by which cd
+    goes elsewhere."""
     script = tmp_path / "scripts" / "launch" / "two_nodes.sh"
-    script.parent.mkdir(parents=True)
-    shutil.copy(NODES, script)
+    shutil.copytree(Path(NODES).parent, script.parent)
+    (tmp_path / "link.sh").symlink_to(script.with_name("one_node.sh"))
     (tmp_path / "python").write_text('#!/bin/sh\nfor word; do case $word in parallel*|-c*) echo "$word";; esac; done\n')
     (tmp_path / "python").chmod(0o755)
     for name, tensor in (("one", 1), ("two", 2)):
@@ -344,6 +345,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
         (["run.name=new", "run.resume=never"], "parallel=fsdp\n"),
     ):
         assert run([str(script.relative_to(tmp_path)), *words], tmp_path, **place) == (0, given, ""), words
+    assert run(["./link.sh", "run.name=new"], tmp_path, **place) == (0, "parallel=fsdp\n", "")
 
 
 def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path, start: Start):
