@@ -138,6 +138,8 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
         if (tree := read_meta(checkpoint).get("config")) is not None:
             return tree
     if not path.is_file():
+        if (run / "configs" / "model").is_dir():
+            raise UserError(f"{run}: an imported model, and no run; train from it first, with run.init_from={run}")
         raise UserError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
     try:
         tree = read_yaml(path.read_bytes())

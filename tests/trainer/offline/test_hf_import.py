@@ -32,6 +32,7 @@ from trainer.offline.export import export_run
 from trainer.offline.hf_export import ExportFormat, export
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape
 from trainer.offline.hf_import import import_hf
+from trainer.offline.saved_model import open_run
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
@@ -148,6 +149,8 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
     made = import_hf(folder, tmp_path / "in")
     assert made.fp8 == sum(t.dtype == torch.float8_e4m3fn for t in tensors.values()) > 40
+    with pytest.raises(ValueError, match=r"in: an imported model, and no run; .* run\.init_from="):
+        open_run(made.folder)
     masters = imported(made.folder)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     exact = tensors[name].double() * spread(tensors[f"{name}_scale_inv"], 136, 192).double()
