@@ -16,7 +16,7 @@ interface: with them a BF16 head uses torch's GEMMs, and an FP8 head is computed
 `cross_entropy`.
 
 In FP8 x is cast once and dz per chunk. With delayed scaling the scale of dz comes from its bound, 1 / valid, which most
-steps reach, and not from past steps, whose microbatches may have had more targets. With current scaling per tensor it
+steps reach, and not from past steps: their microbatches may have had more targets. With current scaling per tensor it
 is the chunk's own. dz is the gradient of a loss of weight 1, whatever weight multiplies it later. In FP16 that would
 underflow to 0: there dz and dx are gradients of `loss_scale` times the loss, and backward divides its factor by
 loss_scale.

@@ -67,7 +67,7 @@ class Verdict:
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """Return the norm of all gradients, 0-d FP32, from those of each [P] FP32, whose squares may exceed FP32."""
+    """Return the norm of all gradients, 0-d FP32, from those of each [P] FP32: their squares may exceed FP32."""
     return norms.double().norm().float()
 
 
