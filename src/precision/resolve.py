@@ -118,7 +118,8 @@ class Resolver:
         """Return the backends worth considering here, and the one to use without measured rates."""
         if cuda_problem(self._gpu) is None:
             able = [CUDA]
-            if TE in self._rates.runs and te_problem(self._gpu, self._config.scaling) is None:
+            # asked first: importing Transformer Engine takes seconds
+            if self._rates.beats(TE, CUDA) and te_problem(self._gpu, self._config.scaling) is None:
                 able.append(TE)
             return able, CUDA
         newer = self._gpu is not None and self._gpu.capability > HOPPER

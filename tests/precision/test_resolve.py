@@ -96,6 +96,12 @@ def test_hopper_computes_with_cuda_but_for_fp32() -> None:
         assert chosen == {"fp32": "reference", "bf16": "cuda", "fp8": "cuda"}
 
 
+def test_transformer_engine_is_not_imported_where_it_was_never_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "te_missing", lambda: pytest.fail("imported"))
+    for scaling in ({}, {"method": Method.current, "granularity": Granularity.block}):
+        assert Resolver(settings(**scaling), H200).choose(GEMM, Precision.fp8).backend == "cuda"
+
+
 @pytest.mark.parametrize("groups", [1, 64])
 def test_bf16_experts_of_other_widths_than_torch_multiplies_go_to_the_reference(groups: int) -> None:
     even, odd = (Gemm("layers.1.moe.experts.down", 144, width, groups, None, BF16) for width in (104, 100))

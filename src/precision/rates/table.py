@@ -86,6 +86,10 @@ class RateTable:
         """Everything that was measured: some of bf16, cuda, transformer_engine."""
         return {run for entry in self._entries for run in entry.ms}
 
+    def beats(self, run: str, other: str) -> bool:
+        """Return whether `run` was faster than `other`, or measured alone, in any entry."""
+        return any(run in entry.ms and entry.ms[run] < entry.ms.get(other, math.inf) for entry in self._entries)
+
     def nearest(
         self,
         kind: str,
