@@ -1,6 +1,6 @@
 """Results of the kernels' self-test on this GPU, with this torch, Triton and source.
 
-    prove(gpu)      at the start of a run: return the cached result, or run the self-test now, a few seconds
+    prove(gpu)      at the start of a run: return the cached result, or run the self-test now, half a minute
     cached_proof(gpu)     return the cached result, if there is one
     refused         op: why it runs without kernels here
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -89,14 +90,18 @@ class Proof:
         return f"kernels: proved with {self.combination}"
 
 
-def prove(gpu: Gpu, folder: Path | None = None) -> Proof:
-    """Return the self-test's result, cached or new, and apply it. Waits for another process that runs the test."""
+def prove(gpu: Gpu, folder: Path | None = None, say: Callable[[str], object] | None = None) -> Proof:
+    """Return the self-test's result, cached or new, and apply it. Waits for another process that runs the test. say:
+    called with a line before a new test."""
     here = Combination.here(gpu)
     file = _file(here, folder)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock", timeout=PATIENCE + 60):
-            proof = _read(file, here) or _keep(_run(here), file)
+            if (proof := _read(file, here)) is None:
+                if say is not None:
+                    say(f"checking the kernels, once with {here}: half a minute")
+                proof = _keep(_run(here), file)
     except OSError as error:  # FileLock's timeout is one
         proof = Proof(here, unproved=f"the self-test was not run: {error}")
     return _apply(proof)

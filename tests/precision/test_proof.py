@@ -55,7 +55,9 @@ def find(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], unproved: str =
 
 def test_a_combination_is_tested_once(tmp_path: Path, runs: list[Combination], monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof.cached_proof(H200, tmp_path) is None and proof.latest() is None
-    assert all(proof.prove(H200, tmp_path).is_proved for _ in range(2)) and len(runs) == 1
+    said: list[str] = []
+    assert all(proof.prove(H200, tmp_path, said.append).is_proved for _ in range(2)) and len(runs) == len(said) == 1
+    assert said[0].startswith("checking the kernels, once with torch ") and "NVIDIA H200" in said[0]
     assert proof.cached_proof(H200, tmp_path) == proof.latest() == Proof(runs[0], seconds=1.5)
     proof.prove(Gpu("NVIDIA H100", (9, 0)), tmp_path)
     monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models import DeepSeek
 from models.block import MoEBlock
 from trainer.config.schema import Recompute
-from trainer.parallel.compiler_internals import allow_graphs, silence_advice_on_recomputation
+from trainer.parallel.compiler_internals import allow_graphs, reuse_graphs, silence_advice_on_recomputation
 
 _ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
@@ -43,6 +43,7 @@ def parallelize(
     if compiled:
         kinds = {type(block) for _, block in model.iter_blocks()}
         allow_graphs(4 * len(kinds) * shapes + 8)
+        reuse_graphs()
         silence_advice_on_recomputation()
     for _, block in model.iter_blocks():
         if recompute is Recompute.selective:

@@ -174,7 +174,7 @@ def test_ranks_warn_that_auto_would_take_transformer_engine(config: Make, monkey
     """On a chip newer than Hopper."""
     monkeypatch.setattr(preflight, "target", lambda _: Target(Gpu("NVIDIA B200", (10, 0)), 2.0**37))
     monkeypatch.setattr("trainer.forecast.preflight.build_problem", lambda: None)
-    monkeypatch.setattr("trainer.forecast.preflight.proof.prove", lambda _: None)  # there is no such GPU
+    monkeypatch.setattr("trainer.forecast.preflight.proof.prove", lambda *_, **__: None)  # there is no such GPU
     monkeypatch.setattr("precision.resolve.te_problem", lambda *_: None)
     made = config("+recipe=fp8_delayed", "parallel=fsdp", "trainer.device=auto", "precision.backend=auto")
     assert check(made, world_size=1).served_by("transformer_engine")

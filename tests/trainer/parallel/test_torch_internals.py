@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -23,7 +25,7 @@ from trainer.step.pipelined_step import _ShardedStage
 ROOT = Path(__file__).parents[3]
 PRIVATE = re.compile(
     r"distributed\.fsdp\.[\w.]*\b_\w+|_get_fsdp_state|_is_fsdp_managed_module|_all_gather_comm|_unsharded_param"
-    r"|torch\._(dynamo|inductor|higher_order_ops)\b"
+    r"|torch\._(dynamo|functorch|inductor|higher_order_ops)\b"
 )
 ALLOWED = {"fsdp_internals.py", "compiler_internals.py"}
 
@@ -88,6 +90,31 @@ def test_dynamo_has_the_limit() -> None:
         assert torch._dynamo.config.recompile_limit == before + 3
     finally:
         torch._dynamo.config.recompile_limit = before
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor) -> torch.Tensor:
+        return 2 * dy[0]
+
+
+def test_a_graph_with_an_autograd_function_is_reused_by_the_next_process() -> None:
+    compiler_internals.reuse_graphs()
+    assert (tag := torch.compiler.config.cache_key_tag).startswith("octet-")
+    compiler_internals.reuse_graphs()
+    assert torch.compiler.config.cache_key_tag == tag
+    counts, x = torch._dynamo.utils.counters["aot_autograd"], torch.ones(3, requires_grad=True)
+    with fresh_cache():
+        for hits in (0, 1):
+            torch._dynamo.reset()
+            counts.clear()
+            torch.compile(_Doubled.apply, fullgraph=True)(x).sum().backward()
+            assert counts["autograd_cache_hit"] == hits
+    assert torch.equal(x.grad, torch.full((3,), 4.0))  # type: ignore[arg-type]
 
 
 def test_the_advice_that_is_silenced_is_still_given(caplog: pytest.LogCaptureFixture) -> None:
