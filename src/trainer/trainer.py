@@ -110,6 +110,8 @@ class Trainer:
     def _enter(self) -> None:
         """Set shape and loss weights before a step, if they differ from the step before."""
         shape, run = self._timeline.at(self.step), self.run
+        if self._timeline.may_rise(self.step):
+            run.engine.guard.forget_usual()
         now = shape, self._timeline.weights(self.step)
         if now == self._now:
             return

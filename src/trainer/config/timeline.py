@@ -120,6 +120,13 @@ class Timeline:
                 rate = rate if given is None else given
         return LossWeights(mtp, rate)
 
+    def may_rise(self, step: int) -> bool:
+        """Return whether total loss or gradient norm may rise with this step because a phase begins: with another MTP
+        weight or sequence length, or a smaller batch."""
+        before, now = self.at(max(step - 1, 1)), self.at(step)
+        weighs = self.weights(step).mtp != self.weights(step - 1).mtp
+        return step > 1 and (weighs or now.length != before.length or now.batch < before.batch)
+
     def read_by(self, step: int) -> list[tuple[int, int, int]]:
         """Return first step, batch and sequence length of each segment read by the end of a step."""
         shapes: list[tuple[int, int, int]] = []

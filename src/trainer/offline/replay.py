@@ -180,6 +180,8 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     for step in range(target.first + 1, target.step + 1):
         if ladder.begins(step):
             ladder.apply(step, loader, engine.optimizer.schedule)
+        if timeline.may_rise(step):
+            engine.guard.forget_usual()
         if step < target.step:
             engine.enter(timeline.at(step), timeline.weights(step), None)
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)

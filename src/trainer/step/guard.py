@@ -187,6 +187,11 @@ class StepGuard:
         if self._spikes is not None and verdict.reading is not None:
             self._spikes.commit(verdict.reading, verdict.ok)
 
+    def forget_usual(self) -> None:
+        """Start the spike statistics over."""
+        if self._spikes is not None:
+            self._spikes.forget()
+
     def state_dict(self) -> dict[str, Any]:
         """Return counters and spike statistics, for the checkpoint."""
         counters = {key: int(getattr(self, key)) for key in COUNTERS}

@@ -13,7 +13,8 @@ FLOOR keeps a run with an almost constant loss from skipping steps for nothing: 
 
 Only a rise counts. Early in training the loss falls fast: its median lags above it and its deviation is large, so
 little is a spike; before `min_steps` nothing is. A lasting change (of the data, say) is skipped again and again, since
-skipped steps do not enter the window, until the limit of consecutive skips invokes the ladder.
+skipped steps do not enter the window, until the limit of consecutive skips invokes the ladder. A change that the config
+plans is no such: where a phase may raise the values (`Timeline.may_rise`), the statistics start over.
 
 All of it runs on the device without waiting for the host: two sorts of 2 x window numbers a step.
 """
@@ -64,6 +65,10 @@ class SpikeWatch:
         pushed = torch.cat([reading.value.clamp(min=TINY).log()[:, None], self.values[:, :-1]], dim=1)
         self.values.copy_(torch.where(ok, pushed, self.values))
         self.seen.copy_((self.seen + ok).clamp(max=self._config.window))
+
+    def forget(self) -> None:
+        """Start over: what was usual no longer is, as in a phase with other loss weights."""
+        self.seen.zero_()
 
     def _usual(self) -> tuple[Tensor, Tensor]:
         """Return median and robust standard deviation of the window, [2] each."""

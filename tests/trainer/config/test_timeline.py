@@ -103,6 +103,13 @@ def test_v3_as_published() -> None:
     assert t.at(ramp).batch < 15360 == t.at(ramp + 1).batch
 
 
+def test_losses_and_norms_may_rise_with_another_weight_or_length_or_a_smaller_batch() -> None:
+    phases = "{until: 2, global_batch_size: 8}, {until: 4, lr: 1e-3}, {until: 6, mtp_loss_weight: 0.1}"
+    phases += ", {until: 8, sequence_length: 20}, {until: 10, global_batch_size: 4}, {router_bias_update_rate: 0}"
+    t = Timeline(trainer("trainer.max_steps=12", f"trainer.phases=[{phases}]"))
+    assert [step for step in range(1, 13) if t.may_rise(step)] == [5, 7, 9]
+
+
 def test_a_shorter_run_keeps_its_course() -> None:
     """`trainer.max_steps=N` for a trial: the first N steps are those of the whole run."""
     whole = Timeline(config_of(["+recipe=v3_256xh200"]).trainer)

@@ -202,3 +202,15 @@ def test_a_streak_of_spikes_causes_a_rewind(config: Configs) -> None:
     (event,) = events(run, "rollback")
     assert event["to"] == 6 and "gradient norm (spike)" in event["message"]
     assert [line["step"] for line in events(run, "spike")][:3] == [8, 9, 10]
+
+
+def test_a_phase_that_raises_the_loss_is_no_streak_of_spikes(config: Configs) -> None:
+    """Nor where a run resumes right before it."""
+    keys = (*SPIKES, "run.name=run", "run.resume=auto", "model.num_mtp_layers=1", "model.mtp_loss_weight=0.1")
+    keys += ("optim.lr=1e-6",)  # the loss stays: its spread is least
+    for steps in (5, 8):
+        phases = "trainer.phases=[{until: 5}, {mtp_loss_weight: 1}]"
+        run = Trainer(config(*keys, phases, f"trainer.max_steps={steps}")).train().folder
+    assert not events(run, "spike") and metrics(run)[-2]["recovery/skipped_steps"] == 0
+    loss = [line["loss/total"] for line in metrics(run, "loss/total")]
+    assert loss[5] > 1.4 * loss[4], "what would be one"
