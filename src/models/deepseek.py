@@ -27,6 +27,7 @@ from models.stage import Pipeline, Stage
 from models.tensor import TensorSplit
 from precision import IGNORED, Kurtosis, Linear, Plan, Xielu, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
+from precision.head import bounds_gradient
 
 
 class DeepSeek(nn.Module):
@@ -55,6 +56,8 @@ class DeepSeek(nn.Module):
         self.norm = None if post else RMSNorm(plan, "norm", D, eps)
         heads = 1 + config.num_mtp_layers  # uses of the one head
         self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=heads))
+        if self.lm_head.grad_slot is not None:
+            self.lm_head.grad_slot.scales_itself = bounds_gradient(self.lm_head.recipe)
         depths: list[Block] = []
         for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
             attn, moe = _mla(config, plan, f"{name}.attn"), _moe(config, plan, f"{name}.moe", residual)

@@ -80,6 +80,11 @@ def is_chunked(recipe: GemmRecipe) -> bool:
     return not recipe.is_fp8 or recipe.backend != TE
 
 
+def bounds_gradient(recipe: GemmRecipe) -> bool:
+    """Return whether the scale of dz comes from its bound, in a head with delayed scaling."""
+    return recipe.is_fp8 and recipe.delayed and is_chunked(recipe)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """See the module docstring. Backward scales the saved dw in place, so autograd refuses to run it a second time."""
 
@@ -139,7 +144,7 @@ def _in_chunks(
     if recipe.is_fp8:
         assert x_scale is not None and x_amax is not None, "precision.bind(model, ...) has not been called"
         x_TD, x_inv = backend.quantize(h_TD.detach(), x_scale, x_amax, recipe.input, recipe, x_place)
-        if recipe.delayed:
+        if bounds_gradient(recipe):
             margin, power_of_two = recipe.scaling.margin, recipe.scaling.power_of_two
             dz_scale = scale_from_amax(weight, recipe.grad.max, margin, power_of_two)
     else:

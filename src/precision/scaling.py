@@ -62,11 +62,13 @@ class Slot:
     their version counts changes. In a stack
     they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other process
     does, and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
+    scales_itself: with delayed scaling, too, its layer takes the scale from elsewhere (`head`), not from the history.
     """
 
     def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):
         self.names, self.format, self.stacked = names, fmt, stacked
         self.part = range(len(names))
+        self.scales_itself = False
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self.next_amax: Tensor | None = None
@@ -111,6 +113,8 @@ class ScalingArena:
         self.limit = torch.tensor(limits, dtype=torch.float32, device=device)
         self.scaled = self.limit > 0  # [N] bool: the others are only recorded
         self.num_scaled = sum(limit > 0 for limit in limits)
+        by_history = [delayed and not slot.scales_itself for slot in unique for _ in slot.names]
+        self._by_history = torch.tensor(by_history, dtype=torch.bool, device=device)
         size = len(self.names)
         self.amax, self.next_amax = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.max_logits = torch.zeros(0, 0, device=device)
@@ -135,17 +139,21 @@ class ScalingArena:
         """Return a 0-d bool: whether every amax recorded in this step is finite."""
         return torch.isfinite(self.amax).all()
 
+    def in_force(self) -> Tensor:
+        """Return the scales of the step's casts, [N]; 0 for tensors with scales of their own."""
+        return torch.where(self._by_history, self.scale, 0.0)
+
     def commit(self, ok: Tensor) -> None:
         """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else
-        write nothing. With current scaling there is no history; the scales of the step are recorded.
+        write nothing. Where a scale does not come from a history, that of the step is recorded.
 
         Call it before the optimizer's step, which makes weights under the next scales.
         """
         if not self.names:
             return
         self.next_amax.zero_()
-        if not self.delayed:  # scales were the tensors' own: these are for the logs
-            self._set_scale(self.amax)
+        if not self.delayed:
+            self._update_scale()
             return
         peak = self.history.amax(dim=1)
         highest = torch.where(peak > 0, peak * self._scaling.max_jump, torch.inf)
@@ -182,8 +190,7 @@ class ScalingArena:
         return [name for name in self.names if name not in row_of]
 
     def _update_scale(self) -> None:
-        self._set_scale(self.history.amax(dim=1))
-
-    def _set_scale(self, peak: Tensor) -> None:
+        # scales that were the tensors' own are for the logs
+        peak = torch.where(self._by_history, self.history.amax(dim=1), self.amax) if self.delayed else self.amax
         scale = scale_from_amax(peak, self.limit, self._scaling.margin, self._scaling.power_of_two)
         self.scale.copy_(torch.where((peak > 0) & self.scaled, scale, 0.0))

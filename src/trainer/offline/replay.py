@@ -204,7 +204,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
             passes.append(probe_microbatch(e, target.step, index, part, len(tokens), keep=True))
         return passes[0], passes[1]
 
-    scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
+    scales = engine.arena.in_force().tolist()
     index = _likely(target, loader.served, size) if microbatch is None else microbatch
     seen = probe_all(index)
     loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]

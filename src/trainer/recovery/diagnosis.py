@@ -155,7 +155,7 @@ class Diagnosis:
             bad.what["amax"] = _word(float(evidence.amax[row]))
             bad.details.append(f"amax {bad.what['amax']}")
             if (limit := float(self._limit[row])) > 0:
-                scale = float(evidence.scale[row]) if self._arena.delayed else 0.0
+                scale = float(evidence.scale[row])
                 bad.what |= {"scale": scale or None, "limit": limit}
                 range_ = f"scale {scale:.3g}, for numbers up to {limit / scale:.3g}" if scale else "its own scale"
                 bad.details.append(range_)

@@ -28,7 +28,7 @@ class StepSnapshot:
     """One bad step, on the host. N arena rows, M microbatches of this rank.
 
     own [M, N]: this rank's amaxes after each microbatch; loss [M]: of each; amax [N]: of the step, over all ranks;
-    scale [N]: of the casts, 0 for tensors with current scales; committed: steps committed before it.
+    scale [N]: of the casts, 0 for tensors with scales of their own; committed: steps committed before it.
     """
 
     own: Tensor
@@ -73,7 +73,7 @@ class SnapshotKeeper:
         int64, steps committed so far."""
         slot = torch.where(ok, self._nowhere, self._count.clamp(max=KEPT - 1))[None]
         self._kept.index_copy_(0, slot, self._now[None])
-        self._rows.index_copy_(0, slot, torch.stack([self._arena.amax, self._arena.scale])[None])
+        self._rows.index_copy_(0, slot, torch.stack([self._arena.amax, self._arena.in_force()])[None])
         self._committed.index_copy_(0, slot, committed[None])
         self._count += ~ok
 

@@ -193,6 +193,21 @@ def test_saturation_shows_before_the_scale_knows(config: Configs) -> None:
     assert written[1]["fp8"]["saturated"][row] > 0.9 and written[1]["fp8"]["error"][row] > 0.9
 
 
+def test_the_scale_of_the_heads_gradient_is_that_of_its_bound(config: Configs) -> None:
+    """1 / targets of a microbatch, and not that of past steps, which had fewer."""
+    keys = ("precision=fp8_delayed", "precision.table.lm_head=fp8", "model.num_mtp_layers=0", "health.every=0")
+    phases = "trainer.phases=[{until: 2}, {microbatch_size: 4}]"
+    sizes = ("trainer.max_steps=3", "trainer.global_batch_size=4", "trainer.microbatch_size=1", phases)
+    trainer = Trainer(config(*keys, *sizes, "logging.every=1"))
+    names, *entries = lines(trainer.train().folder / "tensors.jsonl")
+    at = names["names"]["fp8"].index("lm_head:grad")
+    scales = [entry["fp8"]["scale"][at] for entry in entries]
+    assert scales == pytest.approx([57344 * 24, 57344 * 24, 57344 * 96], rel=0.02)
+    arena = trainer.run.engine.arena
+    own = (arena.scaled & (arena.in_force() == 0)).nonzero().flatten().tolist()
+    assert [arena.names[row] for row in own] == ["lm_head:grad"], "no report of a bad step has a scale of it"
+
+
 def test_entropy_of_loads() -> None:
     statistics = load_statistics(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
     torch.testing.assert_close(statistics["entropy"], torch.tensor([1.0, 0.0, 0.5]).double())

@@ -40,11 +40,12 @@ Change = Callable[[DeepSeek], object]
 
 
 def load(name: str) -> PrecisionConfig:
-    name, *swiglu = name.split("+")
+    name, *also = name.split("+")
     merged = OmegaConf.merge(OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, PrecisionConfig)
-    config.table.swiglu = Precision.fp8 if swiglu else None
+    config.table.swiglu = Precision.fp8 if "swiglu" in also else None
+    config.table.lm_head = Precision.fp8 if "head" in also else config.table.lm_head
     return config
 
 
@@ -90,7 +91,10 @@ def run(name: str, change: Change | None = None, exceptions: list[RulesException
     return watch(name, change, exceptions).findings
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block+swiglu", "fp8_full"])
+RECIPES = ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_delayed+head", "fp8_jit", "fp8_block+swiglu", "fp8_full"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_row_is_what_happens(name: str) -> None:
     findings = run(name)
     assert len(findings) > 40

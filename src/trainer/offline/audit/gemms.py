@@ -102,7 +102,8 @@ class GemmRecorder:
             row = self._rows[slot.names[0]]
             history = self._arena.history[row].max() if self._arena.delayed else torch.zeros((), device=inv.device)
             scale = self._arena.limit[row] / history  # in force since the last commit
-            known = bool(history > 0) and torch.isclose(inv * scale, torch.ones_like(inv), rtol=1e-6)
+            known = not slot.scales_itself and bool(history > 0)
+            known = known and torch.isclose(inv * scale, torch.ones_like(inv), rtol=1e-6)
             words = "tensor, from history" if known else "tensor, from itself"
         else:
             words = "row" if w_inv.shape[-1] == 1 and w_inv.shape[-2] >= 16 else "block"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models import DeepSeek
 from precision import GemmRow, Plan, ScalingArena, begin_step
+from precision.head import bounds_gradient
 from trainer.offline.audit.accumulation import SHORTEST, Probe, probe
 from trainer.offline.audit.core import row_of
 from trainer.offline.audit.findings import NOTHING, Finding, Observations
@@ -153,6 +154,7 @@ def _planned(row: GemmRow) -> str:
     if recipe.is_fp8:
         scales = recipe.scaling.granularity.value
         scales += (", from history" if recipe.delayed else ", from itself") if scales == "tensor" else ""
+        scales += "+tensor, from itself" if row.op == "lm_head" and bounds_gradient(recipe) else ""  # dz
     parts = recipe.input, recipe.input, recipe.grad, recipe.saved, recipe.output, scales, recipe.accumulation.value
     return "  ".join(f"{part} {value}" for part, value in zip(GEMM_PARTS, parts, strict=True))
 
