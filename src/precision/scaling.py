@@ -164,6 +164,12 @@ class ScalingArena:
         own = scale_from_amax(self.amax, self.limit, self._scaling.margin, self._scaling.power_of_two)
         torch.where(self.scale > 0, self.scale, own, out=self.next_scale)
 
+    def raise_gradients(self, times: float) -> None:
+        """Expect output gradients of so many times their size from now on: raise their histories."""
+        rows = [i for i, name in enumerate(self.names) if name.endswith(":grad")]
+        self.history[rows] *= times
+        self._update_scale()
+
     def state_dict(self) -> dict[str, Tensor | list[str]]:
         """Return the histories and the names of their rows, for the checkpoint. Scales follow from them."""
         return {"names": list(self.names), "history": self.history.clone()}

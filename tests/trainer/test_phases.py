@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from composed import config_of
 from ranks import joined
 from run_lines import bitwise, metrics
@@ -82,6 +83,26 @@ def test_a_run_that_dies_at_each_boundary_gives_the_bits_of_one_that_did_not(con
     assert [lr[step] for step in (2, 8, 9, 10, 11, 12)] == pytest.approx([2e-3, 2e-3, 1.5e-3, 1e-3, 5e-4, 5e-4])
     bias = [line["moe/bias_max"] for step, line in logged.items() if step > 8]
     assert len(set(bias)) == 1 and bias[0] > 0, "the router's biases rest"
+
+
+def test_fewer_tokens_in_a_step_clip_no_gradient(config: Configs) -> None:
+    """Each weighs more in the mean, and scales of past steps do not know. Also where a run resumes right before it."""
+    keys = ("precision=fp8_delayed", "health.every=0", "run.name=run", "run.resume=auto", "trainer.microbatch_size=1")
+    phases = "trainer.phases=[{until: 2, global_batch_size: 8}, {global_batch_size: 2}]"
+    before = Trainer(config(*keys, phases, "trainer.max_steps=2"))
+    before.train()
+    old, scales = before.run.engine.arena.scale.clone(), []
+    trainer = Trainer(config(*keys, phases, "trainer.max_steps=4"))
+    step, arena = trainer._step, trainer.run.engine.arena
+
+    def noted(tokens: Tensor) -> None:
+        scales.append(arena.scale.clone())
+        step(tokens)
+
+    trainer._step = noted  # type: ignore[method-assign]
+    trainer.train()
+    grad = torch.tensor([name.endswith(":grad") for name in arena.names])
+    torch.testing.assert_close(scales[0], torch.where(grad, old / 4, old))
 
 
 def test_other_phases_ahead_are_taken_and_those_behind_refused(config: Configs) -> None:

@@ -127,6 +127,10 @@ class Timeline:
         weighs = self.weights(step).mtp != self.weights(step - 1).mtp
         return step > 1 and (weighs or now.length != before.length or now.batch < before.batch)
 
+    def shrinks(self, step: int) -> float:
+        """Return how many times fewer tokens this step has than the one before, because a phase begins; at least 1."""
+        return max(self.at(max(step - 1, 1)).tokens / self.at(step).tokens, 1.0)
+
     def read_by(self, step: int) -> list[tuple[int, int, int]]:
         """Return first step, batch and sequence length of each segment read by the end of a step."""
         shapes: list[tuple[int, int, int]] = []

@@ -182,6 +182,8 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
             ladder.apply(step, loader, engine.optimizer.schedule)
         if timeline.may_rise(step):
             engine.guard.forget_usual()
+        if (times := timeline.shrinks(step)) > 1:
+            engine.arena.raise_gradients(times)
         if step < target.step:
             engine.enter(timeline.at(step), timeline.weights(step), None)
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)

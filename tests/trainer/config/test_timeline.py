@@ -108,6 +108,7 @@ def test_losses_and_norms_may_rise_with_another_weight_or_length_or_a_smaller_ba
     phases += ", {until: 8, sequence_length: 20}, {until: 10, global_batch_size: 4}, {router_bias_update_rate: 0}"
     t = Timeline(trainer("trainer.max_steps=12", f"trainer.phases=[{phases}]"))
     assert [step for step in range(1, 13) if t.may_rise(step)] == [5, 7, 9]
+    assert [t.shrinks(step) for step in range(1, 13)] == [1.0] * 8 + [2.0] + [1.0] * 3
 
 
 def test_a_shorter_run_keeps_its_course() -> None:
