@@ -62,7 +62,8 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
             f"{what}, so q and k shrink in every step; 100 is usual (Kimi K2, arXiv 2507.20534)",
         )
     if from_scratch and trained < count.total and not endless:
-        what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
+        usual = f"20 an active parameter, here {TOKENS_A_PARAMETER * active:,.0f}, are usual (arXiv 2203.15556)"
+        what = f"{trained:,} tokens for {count.total:,} parameters; {usual}"
         note(key, size, what)
     if tokens is None:
         return lines

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 from composed import CONFIGS, config_of
 
+from models.flops import count_parameters
 from trainer.config import Config
 from trainer.data import Prepared
 from trainer.forecast.header import header, shown
@@ -84,6 +85,13 @@ def test_unusual_settings_are_reported_with_their_source(
     (line,) = lines
     assert "usual" in line or "nearly as good" in line
     assert "arXiv" in line or "(ours)" in line
+
+
+def test_a_short_run_is_told_how_many_tokens_are_usual() -> None:
+    config = sensible("trainer.max_steps=501")
+    count, vocabulary = count_parameters(config.model), config.model.vocab_size * config.model.hidden_size
+    (line,) = (line for line in unusual(config) if line.startswith("trainer.max_steps"))
+    assert f"20 an active parameter, here {20 * (count.active - vocabulary):,}, are usual" in line
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml")))
