@@ -44,7 +44,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             plan.to_text(),
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
-            f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
+            f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens:,} tokens",
             *(f"{label:<13}{line}" for label, line in schedule_lines(run)),
             *(f"unusual      {line}" for line in unusual(run)),
             *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),

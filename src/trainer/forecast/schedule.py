@@ -94,7 +94,7 @@ def _line(timeline: Timeline, phase: Phase) -> str:
     parts += [f"{name} {value:g}" for name in ("mtp_loss_weight", "router_bias_update_rate")
               if (value := getattr(c, name)) is not None]  # fmt: skip
     cut = ", cut by the run's end" if phase.end != ENDLESS and phase.end > end else ""
-    return f"steps {phase.begin + 1:,} to {end:,} ({_tokens(timeline, end)}{cut}): {', '.join(parts)}"
+    return f"steps {phase.begin + 1:,} to {end:,} (to {_tokens(timeline, end)}{cut}): {', '.join(parts)}"
 
 
 def _tokens(timeline: Timeline, step: int) -> str:
