@@ -247,3 +247,9 @@ def test_files_that_are_named_exist(page: str) -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_readme_names_every_group_of_configs() -> None:
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    configs/"))
+    groups = {folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir()}
+    assert groups == set(re.findall(r"\w+", line.partition(": ")[2]))
