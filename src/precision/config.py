@@ -106,7 +106,7 @@ class MtpTable:
     """Precision of the GEMMs that multi-token prediction adds to a block."""
 
     proj: Precision | None = None
-    """The projection M [2H -> H]."""
+    """The projection M [2 D -> D], for D = model.hidden_size."""
 
 
 @dataclass

@@ -85,8 +85,8 @@ class HealthConfig:
     """Steps between sampled steps, which record casts and activations; null: with every logged line, 0: never. Sampled
     steps are logged independently of logging.every."""
     shadow_every: int
-    """Steps between BF16 shadows: an extra microbatch runs in the run's precision and in BF16, and loss and gradients
-    are compared; 0: never. Such a step is logged, too."""
+    """Steps between BF16 shadows: the first microbatch runs again in the run's precision and in BF16, and loss and
+    gradients are compared; 0: never. Such a step is logged, too."""
     dashboard: bool
     """Write dashboard.html into the run folder when the run ends, for any reason."""
     power: PowerConfig

@@ -285,12 +285,13 @@ class ParallelConfig:
     gathered in BF16 and quantised after; auto: true if the `cuda` backend computes in FP8. The numbers are the same."""
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
-    false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
+    false: they stay until the step's last backward pass; auto: false if a GPU has room for all of them."""
     dispatch: Dispatch = Dispatch.auto
     """How tokens travel to experts on other ranks. all_to_all: exact numbers of rows, which the host waits for in each
     layer; two_hops: once to each node, then within it, for experts on several nodes; slots: a fixed number of rows, and
-    no host waits; symmetric: the same, written into the memory of other GPUs of the node over NVLink; auto: symmetric
-    where that is possible, else all_to_all. The numbers are the same, but with two_hops sums over nodes are rounded."""
+    no host waits; symmetric: as slots, but rows in use only, written into the memory of other GPUs of the node over
+    NVLink; auto: symmetric where that is possible, else all_to_all. The numbers are the same, but with two_hops sums
+    over nodes are rounded."""
     dispatch_capacity: float = 1.25
     """Room for tokens in slots over that for even routing, 1 or more. A step that needs more is skipped; the room
     grows."""
