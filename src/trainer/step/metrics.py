@@ -50,9 +50,8 @@ def allocated_memory_gib(device: torch.device) -> float:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return the memory metrics of a line: `peak_memory_gib`, `allocated_memory_gib`, and on a GPU the number of
-    allocation retries so far: the allocator found no contiguous block, freed its cache, and the GPU had to be waited
-    for."""
+    """Return the memory metrics of a line, in GiB, and on a GPU the number of allocation retries so far: the
+    allocator found no contiguous block, freed its cache, and the GPU had to be waited for."""
     memory = {"memory/peak_gib": peak_memory_gib(device), "memory/allocated_gib": allocated_memory_gib(device)}
     if device.type == "cuda":
         memory["memory/allocator_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
