@@ -245,6 +245,27 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert missing == []
 
 
+def test_every_import_follows_the_arrows_of_the_diagram() -> None:
+    arrows: dict[str, set[str]] = {}
+    for line in (ROOT / "docs/architecture.md").read_text().splitlines():
+        if " --> " in line:
+            begin, ends = line.split(" --> ")
+            arrows.setdefault(re.sub(r"\[.*", "", begin).strip(), set()).update(ends.split(" & "))
+
+    def below(part: str) -> set[str]:
+        return {part}.union(*(below(other) for other in arrows.get(part, ())))
+
+    package = ROOT / "src/trainer"
+    folders = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
+    against = set()
+    for path in package.rglob("*.py"):
+        part = path.relative_to(package).parts[0].replace("trainer.py", "loop").replace("build.py", "loop")
+        named = re.findall(r"^ *from trainer\.(\w+)", path.read_text(), re.MULTILINE)
+        others = {"loop" if name in ("trainer", "build") else name for name in named} & {*folders, "loop"}
+        against |= {(part, other) for other in others if part in {*folders, "loop"} and other not in below(part)}
+    assert against == set()
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
