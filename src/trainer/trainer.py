@@ -118,7 +118,7 @@ class Trainer:
         if now == self._now:
             return
         self._review()  # of steps with the shape before
-        run.engine.enter(*now, self._now)
+        run.engine.enter(now[1], self._now is not None)
         if self._now is not None and self._now[0] != shape:
             run.alerts.another_shape()
         run.health.batch, run.health.microbatch = shape.batch, shape.microbatch

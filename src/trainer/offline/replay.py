@@ -185,7 +185,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
         if (times := timeline.shrinks(step)) > 1:
             engine.arena.raise_gradients(times)
         if step < target.step:
-            engine.enter(timeline.at(step), timeline.weights(step), None)
+            engine.enter(timeline.weights(step), False)
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
     tokens = loader.next()
@@ -193,7 +193,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     set_document_masking(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
     for each in (engine, twin):
-        each.enter(shape, timeline.weights(target.step), None)
+        each.enter(timeline.weights(target.step), False)
         if (targets := each.model.mtp_targets(tokens)) is not None:
             each.model.expect(targets, count)
 

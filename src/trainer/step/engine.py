@@ -12,7 +12,7 @@ from precision import Plan, ScalingArena, bind, gemm_layers
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
-from trainer.config.timeline import LossWeights, Segment, Timeline, at_peak_memory
+from trainer.config.timeline import LossWeights, Timeline, at_peak_memory
 from trainer.forecast.memory import is_gathered_in_fp8, keeps_transposed, pick_fsdp_policy, records_graphs, total_memory
 from trainer.forecast.preflight import check_fsdp_policy
 from trainer.forecast.stages import pipeline_of
@@ -56,13 +56,13 @@ class Engine:
     qk_clip: QKClip | None = None
     """Clips attention logits after the optimizer's update."""
 
-    def enter(self, now: Segment, weights: LossWeights, before: tuple[Segment, LossWeights] | None) -> None:
-        """Prepare for a step with another shape, or other loss weights, than the step before, if any."""
+    def enter(self, weights: LossWeights, changed: bool) -> None:
+        """Prepare for a step with these loss weights. changed: they, or the shape, differ from the step before."""
         config = self.model.config
         self.model.mtp_loss_weight = config.mtp_loss_weight if weights.mtp is None else weights.mtp
         rate = weights.router_bias_rate
         self.model.router_bias_update_rate = config.router_bias_update_rate if rate is None else rate
-        if before is not None:
+        if changed:
             self.microbatch.forget()
 
     @property
