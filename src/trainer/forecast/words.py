@@ -18,7 +18,7 @@ def span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.2g} seconds"
 
 
 def ranks(d: Degrees) -> str:
