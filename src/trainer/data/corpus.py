@@ -99,8 +99,26 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
         where = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
         missing.append(Damage(where, f"a folder that cannot be listed: {error.strerror}"))
 
-    for folder, folders, names in os.walk(root, onerror=unlisted):
-        folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(name, data.exclude)]
+    behind_links: set[str] = set()
+
+    def is_read_here(folder: str) -> bool:
+        """Return whether a folder has not been, and will not be, read at another place."""
+        if not behind_links and not os.path.islink(folder):
+            return True
+        real = os.path.realpath(folder)
+        if real == folder:
+            return True
+        place = Path(real)
+        again = place.is_relative_to(root) and _is_entered(place.relative_to(root).parts, data.exclude)
+        if again or real in behind_links:
+            return False
+        behind_links.add(real)
+        return True
+
+    links = data.source is not Source.stdlib
+    for folder, folders, names in os.walk(root, onerror=unlisted, followlinks=links):
+        entered = sorted(name for name in folders if _is_entered([name], data.exclude))
+        folders[:] = [name for name in entered if is_read_here(os.path.join(folder, name))]
         inside = Path(folder).relative_to(root).parts
         for name in names:
             if not _is_listed(data, [*inside, name]):
@@ -140,7 +158,7 @@ def reads(part: SourceConfig, path: Path) -> bool:
         return False
     if part.source is Source.hf:
         return True
-    return not any(_is_excluded(name, part.exclude) for name in inside[:-1]) and _is_listed(part, inside)
+    return _is_entered(inside[:-1], part.exclude) and _is_listed(part, inside)
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
@@ -227,8 +245,9 @@ def _is_listed(data: DataConfig | SourceConfig, parts: Sequence[str]) -> bool:
     return not parts[-1].startswith(".") and any(_matches(list(parts), pattern) for pattern in patterns)
 
 
-def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in exclude)
+def _is_entered(folders: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Return whether none of these names of folders is hidden or one of `data.exclude`."""
+    return not any(name.startswith(".") or any(fnmatchcase(name, pattern) for pattern in exclude) for name in folders)
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:

@@ -116,7 +116,7 @@ def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
 def test_a_folder_in_which_nothing_can_be_read_is_named(
     make_config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def walk(top: Path, onerror: Callable[[OSError], None]):
+    def walk(top: Path, onerror: Callable[[OSError], None], **_: bool):
         onerror(PermissionError(13, "Permission denied", str(top)))
         yield from ()
 
@@ -125,6 +125,18 @@ def test_a_folder_in_which_nothing_can_be_read_is_named(
         ValueError, match=r"data\.path=/.*: no text can be read; \.: a folder that cannot be listed: Perm"
     ):
         scan(make_config(tmp_path))
+
+
+def test_folders_behind_links_are_read_once(make_config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    root, big = tmp_path / "root", tmp_path / "big"
+    for name in ("root/own/a.txt", "root/.store/b.txt", "big/wiki/c.txt", "big/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for name, to in {"again": root / "own", "hidden": root / ".store", "linked": big, "wiki": big / "wiki"}.items():
+        (root / name).symlink_to(to)
+    (big / "back").symlink_to(root)  # loops
+    (big / "up").symlink_to(tmp_path)
+    assert paths(make_config(root, glob="**/*.txt")) == ["hidden/b.txt", "linked/d.txt", "own/a.txt", "wiki/c.txt"]
 
 
 def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(
