@@ -4,11 +4,9 @@ Without a GPU, Triton's kernels run in its interpreter. That is set before Trito
 collected first.
 """
 
-import contextlib
 import gc
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -95,13 +93,9 @@ def pytest_runtest_call() -> Iterator[None]:
 def pytest_xdist_auto_num_workers() -> int:
     """With -n auto: one worker more than CPUs, since some tests wait for processes that give up or die; 4 GiB for each;
     at most 26, since more have not been tried."""
-    from trainer.launch.device import host_memory
+    from trainer.launch.device import host_cpus, host_memory
 
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # a container's share of them
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cpus = min(cpus, math.ceil(int(quota) / int(period)))
-    return max(2, min(cpus + 1, int(host_memory()) >> 32, 26))
+    return max(2, min(host_cpus() + 1, int(host_memory()) >> 32, 26))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -43,6 +43,7 @@ from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, si
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
 from trainer.files import replace_file
+from trainer.launch.device import host_cpus
 
 WEIGHED = "by training text"  # what weights count: part of the key of a mix
 
@@ -290,12 +291,8 @@ def _pack(
             else:
                 read(work.num_bytes)
 
-    pack_all(packing, missing(), data.workers or _cores(), read)
+    pack_all(packing, missing(), data.workers or host_cpus(), read)
     report(what, taken, taken)
     done = [read_done(packing.folder, number) for number in range(count)]
     assert all(each is not None for each in done)
     return [each for each in done if each is not None], log
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

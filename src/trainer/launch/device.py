@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import os
 import sys
 from contextlib import suppress
@@ -15,6 +16,8 @@ from trainer.config import Device
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = 1 << 30  # bytes
 _CONTROL_GROUP = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def tune_host(device: torch.device) -> None:
@@ -41,6 +44,15 @@ def host_memory() -> float:
         with suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int(Path(path).read_text()))
     return float(min(limits))
+
+
+def host_cpus() -> int:
+    """Return the number of CPUs that this process may use: those of its affinity, or its control group's share."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        quota, period = _CPU_SHARE.read_text().split()
+        cpus = min(cpus, math.ceil(int(quota) / int(period)))
+    return cpus
 
 
 def pick_device(choice: Device) -> torch.device:

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from composed import config_of
@@ -15,7 +16,8 @@ from trainer.forecast.fits import check_memory, does_not_fit
 from trainer.forecast.gpus import KNOWN, Target, target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.preflight import check, check_fsdp_policy
-from trainer.launch.device import host_memory
+from trainer.launch import device
+from trainer.launch.device import host_cpus, host_memory
 from trainer.parallel.mesh import resolve
 
 Make = Callable[..., Config]
@@ -93,6 +95,15 @@ def test_ranks_of_a_host_share_its_memory(config: Make) -> None:
 
 def test_a_host_has_memory() -> None:
     assert GIB / 4 < host_memory() < 2**50
+
+
+def test_a_container_has_its_share_of_the_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    share = tmp_path / "cpu.max"
+    monkeypatch.setattr(device, "_CPU_SHARE", share)
+    there = host_cpus()
+    for text, cpus in (("max 100000", there), ("50000 100000", 1), (f"{100000 * there + 1} 100000", there)):
+        share.write_text(text)
+        assert host_cpus() == cpus
 
 
 def test_a_named_gpu_is_for_forecasts(config: Make) -> None:
