@@ -110,10 +110,7 @@ class Trainer:
     def _enter(self) -> None:
         """Set shape and loss weights before a step, if they differ from the step before."""
         shape, run = self._timeline.at(self.step), self.run
-        if self._timeline.may_rise(self.step):
-            run.engine.guard.forget_usual()
-        if (times := self._timeline.shrinks(self.step)) > 1:  # the mean has fewer tokens, and each weighs more
-            run.engine.arena.raise_gradients(times)
+        run.engine.adapt(self._timeline, self.step)
         now = shape, self._timeline.weights(self.step)
         if now == self._now:
             return

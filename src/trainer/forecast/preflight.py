@@ -66,8 +66,10 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
         raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
-        say = partial(print, flush=True) if config.logging.console.enabled else None
-        _ = proof.cached_proof(gpu) if config.dry_run else proof.prove(gpu, say=say)
+        if config.dry_run:
+            proof.cached_proof(gpu)
+        else:
+            proof.prove(gpu, say=partial(print, flush=True) if config.logging.console.enabled else None)
     sharing = max(config.parallel.context, 1) * max(config.parallel.tensor, 1)
     widest_trainer = at_peak_memory(config).trainer
     tokens = widest_trainer.microbatch_size * widest_trainer.sequence_length // sharing

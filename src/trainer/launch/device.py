@@ -16,7 +16,6 @@ from trainer.config import Device
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = 1 << 30  # bytes
 _CONTROL_GROUP = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-
 _CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -180,10 +180,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     for step in range(target.first + 1, target.step + 1):
         if ladder.begins(step):
             ladder.apply(step, loader, engine.optimizer.schedule)
-        if timeline.may_rise(step):
-            engine.guard.forget_usual()
-        if (times := timeline.shrinks(step)) > 1:
-            engine.arena.raise_gradients(times)
+        engine.adapt(timeline, step)
         if step < target.step:
             engine.enter(timeline.weights(step), False)
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)

@@ -65,6 +65,14 @@ class Engine:
         if changed:
             self.microbatch.forget()
 
+    def adapt(self, timeline: Timeline, step: int) -> None:
+        """Adapt what past steps predict to a phase that begins with this step: spike statistics, and scales of
+        gradients. A function of the step's number: a resume, a rewind and a replay do the same."""
+        if timeline.may_rise(step):
+            self.guard.forget_usual()
+        if (times := timeline.shrinks(step)) > 1:  # the mean has fewer tokens, and each weighs more
+            self.arena.raise_gradients(times)
+
     @property
     def data_share(self) -> tuple[int, int]:
         """(index, number) of this rank's part of each batch. Ranks that share sequences have the same part."""
