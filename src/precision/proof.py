@@ -164,52 +164,27 @@ def _keep(proof: Proof, file: Path) -> Proof:
 
 
 def _run(here: Combination) -> Proof:
-    """Run the self-test in several processes."""
-    began, wrong, unproved = time.monotonic(), {}, ""
-    count = max(1, min(PROCESSES, (os.cpu_count() or 1)))
+    """Run the self-test in processes of its own."""
+    began, count = time.monotonic(), max(1, min(PROCESSES, os.cpu_count() or 1))
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "precision.selftest"]
-    with tempfile.TemporaryDirectory() as room:
-        outputs = [Path(room) / str(i) for i in range(count)]
-        running = []
-        for i, output in enumerate(outputs):
-            with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-                words = [*command, f"--share={i}/{count}"]
-                running.append(subprocess.Popen(words, env=environment, stdout=out, stderr=err))
-        for process, output in zip(running, outputs, strict=True):
-            try:
-                code = process.wait(max(0.1, began + PATIENCE - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = process.wait()
-            failures, missing = read_report(output.read_text(), code, output.with_suffix(".err").read_text())
-            wrong |= failures
-            unproved = unproved or missing
-    return Proof(here, wrong, unproved, round(time.monotonic() - began, 1))
+    command = [sys.executable, "-m", "precision.selftest", f"--processes={count}", f"--patience={PATIENCE}"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    if ended.returncode:
+        result: dict[str, Any] = {"unproved": stopped(ended.returncode, ended.stderr)}
+    else:
+        result = json.loads(ended.stdout.splitlines()[-1])
+    return Proof(here, **result, seconds=round(time.monotonic() - began, 1))
 
 
-def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]:
-    """Return the failures of a self-test process, op: how its kernels differ; and why it did not finish, or an empty
-    string.
-
-    text: one JSON line before each check, with its op, and one after it, with its failure, or with the reason that it
-    is unproved (no GPU memory). A check in which the process died has failed. Later checks, and those of a process that
-    began none, were not run.
-    """
-    lines = [json.loads(line) for line in text.splitlines()]
-    wrong = {line["op"]: line["failure"] for line in reversed(lines) if line.get("failure")}
-    last = lines[-1] if lines else {}
-    if code == 0:
-        return wrong, ""
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+def stopped(code: int, errors: str) -> str:
+    """Return why a process of the self-test proved nothing, by its exit code and its standard error."""
     said = " ".join(errors.split())[-200:]
-    if "unproved" in last:
-        return wrong, f"{last['check']} stopped the self-test: {last['unproved']}"
-    if "failure" in last or not lines:
-        return wrong, f"the self-test stopped early: {how}{': ' + said if said else ''}"
-    wrong[last["op"]] = f"{last['check']} ended the process: {how}"
-    return wrong, "the self-test stopped early"
+    return f"the self-test stopped early: {describe(code)}{': ' + said if said else ''}"
+
+
+def describe(code: int) -> str:
+    """Return how a process ended."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _triton_version() -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +18,12 @@ from precision.backends.availability import cuda_problem
 from precision.config import BackendChoice, Precision
 from precision.formats import BF16
 from precision.hardware import Gpu
-from precision.proof import Combination, Proof, read_report
+from precision.proof import Combination, Proof
 from precision.rates import RateTable
 from precision.resolve import Gemm, Resolver
-from precision.selftest.__main__ import run as run_check
+from precision.selftest import __main__ as selftest
 from precision.selftest.checks import Check
+from precision.selftest.twins import Mismatch
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))
@@ -183,7 +186,33 @@ WRONG, FULL = FINE.replace("null", '"it differs"'), FINE.replace('"failure": nul
     ],
 )
 def test_reports_of_processes_that_live_and_die(text: str, code: int, wrong: dict[str, str], unproved: str) -> None:
-    assert read_report(text, code, "last\nwords") == (wrong, unproved)
+    assert selftest.read_report(text, code, "last\nwords") == (wrong, unproved)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_dies_or_hangs_leaves_the_other_checks_to_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fine(device: torch.device) -> None: ...
+
+    def dies(device: torch.device) -> None:
+        os._exit(7)
+
+    def hangs(device: torch.device) -> None:
+        time.sleep(60)
+
+    def differs(device: torch.device) -> None:
+        raise Mismatch("it differs")
+
+    checks = [Check(op, run, ()) for op, run in (("a", hangs), ("b", dies), ("c", fine), ("d", differs), ("e", fine))]
+    monkeypatch.setattr(selftest, "CHECKS", checks)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sys, "argv", ["selftest", "--processes=3", "--patience=5", "--verbose"])
+    assert selftest.main() == 0
+    *lines, result = map(json.loads, capsys.readouterr().out.splitlines())
+    wrong = {"a": "hangs ended the process: signal 9", "b": "dies ended the process: exit code 7", "d": "it differs"}
+    assert result == {"wrong": wrong, "unproved": "the self-test stopped early"}
+    assert sorted(line["op"] for line in lines if "seconds" in line) == ["c", "d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +228,8 @@ def test_a_full_gpu_proves_nothing_wrong(error: Exception, wrong: bool, capsys: 
     def fails(device: torch.device) -> None:
         raise error
 
-    assert not run_check(Check(proof.EXPERTS, fails, ()), torch.device("cpu"))
-    found, unproved = read_report(capsys.readouterr().out, 3, "")
+    assert not selftest.run(Check(proof.EXPERTS, fails, ()), torch.device("cpu"))
+    found, unproved = selftest.read_report(capsys.readouterr().out, 3, "")
     assert set(found) == ({proof.EXPERTS} if wrong else set()) and ("out of memory" in unproved) is not wrong
 
 

@@ -1,33 +1,88 @@
-"""Runs a share of the self-test on a GPU, for `precision.proof`:  python -m precision.selftest [--share 0/8]
+"""Runs the self-test on a GPU, for `precision.proof`:  python -m precision.selftest [--processes 8]
 
-Writes a line of JSON before each check and one after it; see `precision.proof.read_report`. Without --share all checks
-run in turn, and the lines report how long each took.
+All imports come first, in one process, which CUDA never starts in. It forks the others, and each takes the next check
+until none is left. Writes one line of JSON: `wrong`, op: how its kernels differ, and `unproved`, why some checks were
+not run. With --verbose each check has a line before, with its duration.
 """
 
 import argparse
+import importlib
 import json
+import multiprocessing
+import os
+import pkgutil
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+from precision import kernels
 from precision.backends.availability import HOPPER
-from precision.selftest.checks import CHECKS, Check, share_of
+from precision.proof import describe, stopped
+from precision.selftest.checks import CHECKS, Check
 from precision.selftest.twins import Mismatch
 
 
 def main() -> int:
-    """Run the checks; return exit code 0 if all of the share have run, whatever they found."""
+    """Run the checks and write the result; return exit code 0, whatever it is."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", default="0/1", help="which of how many equal shares")
+    parser.add_argument("--processes", type=int, default=1, help="that compile at once (default: 1)")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for all of them (default: 300)")
+    parser.add_argument("--verbose", action="store_true", help="write a line for each check, too")
     options = parser.parse_args()
-    share, count = map(int, options.share.split("/"))
+    _import_all()
+    fork, wrong, unproved = multiprocessing.get_context("fork"), {}, ""
+    began, taken = time.monotonic(), fork.Value("i", 0)
+
+    def untaken() -> Iterator[Check]:
+        while True:
+            with taken:
+                at, taken.value = taken.value, taken.value + 1
+            if at >= len(CHECKS):
+                return
+            yield CHECKS[at]
+
+    with tempfile.TemporaryDirectory() as room:
+        files = [Path(room) / str(i) for i in range(options.processes)]
+        running = [fork.Process(target=_work, args=(untaken(), file)) for file in files]
+        for process in running:
+            process.start()
+        for process, file in zip(running, files, strict=True):
+            process.join(max(0.1, began + options.patience - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            text = _text(file)
+            if options.verbose:
+                print(text, end="")
+            failures, missing = read_report(text, process.exitcode or 0, _text(file.with_suffix(".err")))
+            wrong |= failures
+            unproved = unproved or missing
+    print(json.dumps({"wrong": wrong, "unproved": unproved}))
+    return 0
+
+
+def _import_all() -> None:
+    """Import what the first check would: kernels, and what torch imports in the first call of an op."""
+    for module in pkgutil.iter_modules(kernels.__path__, "precision.kernels."):
+        with suppress(ImportError):  # its checks will raise it
+            importlib.import_module(module.name)
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def _work(checks: Iterator[Check], file: Path) -> None:
+    """Run checks until one leaves the GPU unusable; write to `file` and what goes wrong beside it."""
+    sys.stdout = file.open("w")
+    os.dup2(os.open(file.with_suffix(".err"), os.O_WRONLY | os.O_CREAT), 2)
     device = torch.device("cuda", 0)
     hopper = torch.cuda.get_device_capability(device) == HOPPER
     torch.backends.cuda.matmul.allow_tf32 = False  # the references' own products
-    for check in share_of([check for check in CHECKS if hopper or not check.hopper], share, count):
-        if not run(check, device):
-            return 3
-    return 0
+    usable = all(run(check, device) for check in checks if hopper or not check.hopper)
+    sys.exit(0 if usable else 3)
 
 
 def run(check: Check, device: torch.device) -> bool:
@@ -48,5 +103,30 @@ def run(check: Check, device: torch.device) -> bool:
     return usable
 
 
+def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]:
+    """Return the failures of a process, op: how its kernels differ; and why it did not finish, or an empty
+    string.
+
+    text: one JSON line before each check, with its op, and one after it, with its failure, or with the reason that it
+    is unproved (no GPU memory). A check in which the process died has failed. Later checks, and those of a process that
+    began none, were not run.
+    """
+    lines = [json.loads(line) for line in text.splitlines()]
+    wrong = {line["op"]: line["failure"] for line in reversed(lines) if line.get("failure")}
+    last = lines[-1] if lines else {}
+    if code == 0:
+        return wrong, ""
+    if "unproved" in last:
+        return wrong, f"{last['check']} stopped the self-test: {last['unproved']}"
+    if "failure" in last or not lines:
+        return wrong, stopped(code, errors)
+    wrong[last["op"]] = f"{last['check']} ended the process: {describe(code)}"
+    return wrong, "the self-test stopped early"
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

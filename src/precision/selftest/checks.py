@@ -3,7 +3,7 @@
 A kernel that is missing here fails a test (`tests/precision/selftest`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ _FP8_FORWARD = "hopper_attention._forward_kernel", "fp8_attention._transpose_ker
 _FP8_BACKWARD = *_of("hopper_attention_backward", "values", "scores"), *_of("fp8_attention", "scale", "transpose")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
 _BLOCKS = *_of("swiglu_blocks", "backward"), *_of("swiglu", "backward_rows"), *_of("cast", "blocks")
-CHECKS = (  # the longest to compile first: see `share_of`; each check compiles its own variants
+CHECKS = (  # the longest to compile first; each check compiles its own variants
     Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
     Check(FP8_ATTENTION, others.attention_in_fp8_backward, _FP8_BACKWARD),
     Check(FP8_ATTENTION, others.attention_in_fp8_small, _of("fp8_attention", "forward", "keys", "queries")),
@@ -86,11 +86,3 @@ CHECKS = (  # the longest to compile first: see `share_of`; each check compiles 
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )
-
-
-def share_of(checks: Sequence[Check], share: int, count: int) -> list[Check]:
-    """Return the checks of one of `count` processes: the first ones in turn, the next ones in reverse, so that the
-    longest share a process with the shortest."""
-    rounds = [list(checks[at : at + count]) for at in range(0, len(checks), count)]
-    place = (share if turn % 2 == 0 else count - 1 - share for turn in range(len(rounds)))
-    return [each[at] for each, at in zip(rounds, place, strict=True) if at < len(each)]

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AT_ONCE = 9 << 23
-"""Elements in a batch: 144 MiB in BF16, 24 gate, up or down matrices of Moonlight's experts: those of a block on one of 8
-ranks. The iteration needs about four times that."""
+"""Elements in a batch: 144 MiB in BF16, 24 matrices of Moonlight's experts, as many as one of 8 ranks has of a block.
+The iteration needs about four times that."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from precision import kernels
 from precision.kernels import norm, topk_experts
-from precision.selftest.checks import CHECKS, Check, share_of
+from precision.selftest.checks import CHECKS, Check
 from precision.selftest.twins import Mismatch, near, same
 
 CPU = torch.device("cpu")
@@ -43,12 +43,6 @@ def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.Monkey
     check.run(CPU)
     expected = {name for name in check.kernels if not name.startswith("hopper_")}  # which have no interpreter
     assert expected <= launched, "a check launches what it is said to check"
-
-
-@pytest.mark.parametrize("count", [1, 8, 16, 40])
-def test_each_check_runs_in_one_process(count: int) -> None:
-    shares = [check for share in range(count) for check in share_of(CHECKS, share, count)]
-    assert sorted(map(CHECKS.index, shares)) == list(range(len(CHECKS)))
 
 
 def check_named(name: str) -> Check:
