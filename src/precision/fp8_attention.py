@@ -37,7 +37,7 @@ from precision.linear import quantize
 from precision.max_logits import raise_max_logits
 from precision.observe import every, is_observed, is_sampled, show, show_rows
 from precision.operand import Operand
-from precision.operators import operator
+from precision.operators import fake, operator
 from precision.rotary import StaticCast
 from precision.rows import CUDA, CoreRow, GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
@@ -170,7 +170,7 @@ def _forward(
     return forward(*operands, mask, scale)
 
 
-@torch.library.register_fake(_forward)
+@fake(_forward)
 def _(q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v8, dtype=torch.bfloat16), q8.new_empty(q8.shape[:3], dtype=torch.float32)
 
@@ -236,7 +236,7 @@ def _backward(
     return dq, dk, dv
 
 
-@torch.library.register_fake(_backward)
+@fake(_backward)
 def _(dout8, dout_inv, q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.bfloat16 if rest[-2] == CUDA else torch.float32
     dq, dk, dv = (torch.empty_like(t, dtype=dtype) for t in (q8, k8, v8))

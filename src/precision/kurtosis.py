@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.observe import every, is_sampled
-from precision.operators import operator
+from precision.operators import fake, operator
 
 WIDTHS = 2, 2, 3
 """Parts of a module's row: kurtosis and number of tokens, of sequences, and the moments of rows without a sequence."""
@@ -127,6 +127,6 @@ def _kurtosis(row: Tensor, x: Tensor, beside: Tensor | None, token_group: str, s
         _take(row, x, beside, token_group, sequence_group)
 
 
-@torch.library.register_fake(_kurtosis)
+@fake(_kurtosis)
 def _(row: Tensor, x: Tensor, beside: Tensor | None, token_group: str, sequence_group: str) -> None:
     return None

@@ -10,7 +10,7 @@ Compiled graphs hold these operators as they are, given a function that returns 
     @operator("twice")
     def twice(x: Tensor) -> Tensor: ...
 
-    @torch.library.register_fake(twice)
+    @fake(twice)
     def _(x: Tensor) -> Tensor: ...
 """
 
@@ -21,6 +21,10 @@ import torch
 
 NAMESPACE = "octet"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_functions: dict[Any, Callable[..., Any]] = {}
+
+on_trace: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None] | None = None
+"""Called with an operator's function and its arguments, with fake tensors, where a graph with it is traced on a GPU."""
 
 
 def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -40,6 +44,21 @@ def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[
         for key in ("CPU", "CUDA"):
             _library.impl(name, call, key)
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        return getattr(getattr(torch.ops, NAMESPACE), name).default
+        _functions[made := getattr(getattr(torch.ops, NAMESPACE), name).default] = call
+        return made
+
+    return define
+
+
+def fake(made: Any) -> Callable[[Callable[..., Any]], None]:
+    """Register a function that returns results like those of this operator, for graphs that are traced."""
+
+    def define(function: Callable[..., Any]) -> None:
+        def call(*args: Any, **more: Any) -> Any:
+            if on_trace is not None and args[0].is_cuda:
+                on_trace(_functions[made], args, more)
+            return function(*args, **more)
+
+        torch.library.register_fake(made)(call)
 
     return define

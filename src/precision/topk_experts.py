@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from precision.operators import operator
+from precision.operators import fake, operator
 from precision.proof import ROUTER, refused
 
 _HAS_TRITON = find_spec("triton") is not None  # evaluated once: traced code may not
@@ -60,6 +60,6 @@ def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int
     return choose(score.contiguous(), bias, num_chosen, num_groups, num_groups_kept)
 
 
-@torch.library.register_fake(_choose)
+@fake(_choose)
 def _(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
     return torch.empty(score.shape[0], num_chosen, device=score.device, dtype=torch.int64)

@@ -30,7 +30,7 @@ from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backwa
 from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 from precision.kernels.weights import transpose_weight
 from precision.observe import every, is_sampled, part_of, show, show_rows
-from precision.operators import operator
+from precision.operators import fake, operator
 from precision.permutation import TILE, rows_in_tiles
 
 
@@ -129,7 +129,7 @@ def ffn_forward(
     return y, saved, saved_inv, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
 
 
-@torch.library.register_fake(ffn_forward)
+@fake(ffn_forward)
 def _(x, x_inv, w1, w1_inv, w2, w2_inv, expert, weight, add, h_scale, h_amax, how: str, choices: int, *rest):
     mode, narrow, (T, D) = _Casts.parse(how).mode, _Casts.parse(how).narrow, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
@@ -253,7 +253,7 @@ def input_gradients(
     return dx, dweight, amaxes, dw1, partial(_wgrad, dt, dt_inv, ht, ht_inv, casts, to, out)
 
 
-@torch.library.register_fake(ffn_backward)
+@fake(ffn_backward)
 def _(dy, x, x_inv, y1, y1_inv, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, d1_scale, how, out, *places):
     weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
     dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from precision.kernels import const, grouped_gemm
 from precision.kernels.cast import cast_blocks, gather_transposed
 from precision.kernels.common import Cast
 from precision.kernels.route import Route, gather
-from precision.operators import operator
+from precision.operators import fake, operator
 from precision.permutation import rows_in_tiles
 
 
@@ -25,7 +25,7 @@ def grouped_nt(
     return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to, fast).index_select(0, to.position.view(-1))
 
 
-@torch.library.register_fake(grouped_nt)
+@fake(grouped_nt)
 def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False) -> Tensor:
     return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
 
@@ -50,7 +50,7 @@ def grouped_wgrad(
     return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to, out, fast)
 
 
-@torch.library.register_fake(grouped_wgrad)
+@fake(grouped_wgrad)
 def _(dy, dy_inv, dy_exact, x, x_inv, offsets, how, how_x, out: torch.dtype, fast=False) -> Tensor:
     return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=out)
 

@@ -17,7 +17,7 @@ from precision.kernels import rotary as _rotary
 from precision.kernels import weights as _weights
 from precision.kernels.common import Cast, padded_rows, readable, scale_shape
 from precision.observe import every, is_sampled, part_of, show, show_rows
-from precision.operators import operator
+from precision.operators import fake, operator
 
 
 def _scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
@@ -42,7 +42,7 @@ def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | N
     return y, inv
 
 
-@torch.library.register_fake(cast)
+@fake(cast)
 def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     made = Cast.parse(how)
     return torch.empty(x.shape, device=x.device, dtype=made.fmt.dtype), _scales(x, made, *x.shape)
@@ -61,7 +61,7 @@ def cast_transposed(
     return y, inv, yt, inv_t if made.mode != const.TENSOR.value else inv.new_empty(0)
 
 
-@torch.library.register_fake(cast_transposed)
+@fake(cast_transposed)
 def _(x, scale_row, amax, how: str, place=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = Cast.parse(how)
     (R, C), new = x.shape, {"device": x.device, "dtype": made.fmt.dtype}
@@ -77,7 +77,7 @@ def transpose(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     return yt, inv_t if made.mode != const.TENSOR.value else inv.new_empty(0)
 
 
-@torch.library.register_fake(transpose)
+@fake(transpose)
 def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     R, C = x8.shape
     yt = torch.empty(C, padded_rows(R), device=x8.device, dtype=x8.dtype)
@@ -89,7 +89,7 @@ def transpose_weight(data: Tensor) -> Tensor:
     return _weights.transpose_weight(data.contiguous(), None)
 
 
-@torch.library.register_fake(transpose_weight)
+@fake(transpose_weight)
 def _(data: Tensor) -> Tensor:
     return data.new_empty(data.mT.shape)
 
@@ -109,7 +109,7 @@ def rms_norm(
     return y, data, inv, rstd
 
 
-@torch.library.register_fake(rms_norm)
+@fake(rms_norm)
 def _(x, gain, eps, scale_row, amax, how: str, plain: bool, place=None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     R, C = x.shape
     y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
@@ -125,7 +125,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tupl
     return _norm.rms_norm_backward(dy.contiguous(), readable(x), gain, rstd)
 
 
-@torch.library.register_fake(rms_norm_backward)
+@fake(rms_norm_backward)
 def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty_like(gain)
 
@@ -135,7 +135,7 @@ def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[
     return _rotary.rotate_heads(q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous())
 
 
-@torch.library.register_fake(rotate_heads)
+@fake(rotate_heads)
 def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape)
 
@@ -148,7 +148,7 @@ def norm_and_rotate_heads(
     return _rotary.norm_and_rotate_heads(*inputs, eps, scale)
 
 
-@torch.library.register_fake(norm_and_rotate_heads)
+@fake(norm_and_rotate_heads)
 def _(q, kv, k_rope, table, eps, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     out, heads, wide = E4M3.dtype if scale else q.dtype, q.shape[:3], {"dtype": torch.float32}
     made, rstd = ([q.new_empty(q.shape, dtype=out) for _ in "qk"], [q.new_empty(heads, **wide) for _ in "qk"])
@@ -164,7 +164,7 @@ def norm_and_rotate_heads_backward(
     return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous(), normed)
 
 
-@torch.library.register_fake(norm_and_rotate_heads_backward)
+@fake(norm_and_rotate_heads_backward)
 def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, q: Tensor, kv: Tensor, k_rope: Tensor, *rstd: Tensor):
     return q.new_empty(q.shape), q.new_empty(kv.shape), q.new_empty(k_rope.shape)
 
@@ -174,7 +174,7 @@ def rotate_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> 
     return _rotary.rotate_heads_backward(*map(readable, (dq, dk, dv)), table.contiguous())
 
 
-@torch.library.register_fake(rotate_heads_backward)
+@fake(rotate_heads_backward)
 def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (B, S, H, D), V, R = dq.shape, dv.shape[-1], 2 * table.shape[-1]
     return dq.new_empty(B, S, H, D), dq.new_empty(B, S, H, D - R + V), dq.new_empty(B, S, R)

@@ -17,7 +17,7 @@ from torch.nn.functional import ScalingType
 from precision.kernels import const, grouped_gemm
 from precision.kernels.common import padded_rows
 from precision.kernels.route import Route
-from precision.operators import operator
+from precision.operators import fake, operator
 
 ROWS, SQUARES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
@@ -64,7 +64,7 @@ def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16)
 
 
-@torch.library.register_fake(_block_nt)
+@fake(_block_nt)
 def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     return torch.empty(a.shape[0], w.shape[0], device=a.device, dtype=torch.bfloat16)
 
@@ -77,7 +77,7 @@ def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.
     return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=out)
 
 
-@torch.library.register_fake(_block_wgrad)
+@fake(_block_wgrad)
 def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
     return torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=out)
 

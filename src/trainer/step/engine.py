@@ -138,6 +138,10 @@ def build_engine(
     )
     sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
     parallelize(model, config.recompute, compiled, shapes=len(sizes))
+    if compiled and plan.served_by("cuda"):
+        from precision.kernels.ahead import compile_ahead  # Triton, which other machines may not have
+
+        compile_ahead()
     spoil = injector.loss if injector is not None else None
     loss_scale = LossScale(config.precision.loss_scale, device) if plan.is_fp16 else None
     microbatch: Microbatch = EagerMicrobatch(model, spoil, loss_scale)
