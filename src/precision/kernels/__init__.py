@@ -2,3 +2,12 @@
 
 They run on Hopper GPUs, and in Triton's interpreter (TRITON_INTERPRET=1) on any machine, with bitwise equal casts.
 """
+
+import importlib
+import pkgutil
+
+
+def import_all() -> None:
+    """Import all modules of kernels."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        importlib.import_module(module.name)

@@ -1,25 +1,38 @@
 """Compiles kernels ahead of their first launch, several at once.
 
 While torch.compile traces a block it calls operators on fake tensors, seconds before the block runs. At the first call
-with some shapes an operator's own function runs on fake tensors, too, with launches that only compile, in threads
-(Triton's hook for asynchronous compilation). A later launch finds its kernel compiled, or compiles it.
+with some shapes an operator's own function runs on fake tensors, too, and Triton's hook for asynchronous compilation
+sends what it would launch to `compile_server`, whose processes fill Triton's cache. A later launch finds its kernel
+there, or compiles it. So such a function must keep no tensor between calls.
+
+Threads would be simpler, but CPython 3.11 and 3.12 fail at times where two of them parse Python, which Triton does
+("AST constructor recursion depth mismatch").
 """
 
+import hashlib
+import io
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from triton.runtime import _async_compile, driver
+from torch._subclasses import FakeTensor, FakeTensorMode
+from triton.runtime import _async_compile
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from precision import operators
+from precision.observe import unsampled
 
-THREADS = 8
+SOURCE = Path(__file__).parents[2]
+PIPE = 1 << 20  # bytes: jobs may come before the server reads them
 
 
 def compile_ahead() -> None:
@@ -30,18 +43,18 @@ def compile_ahead() -> None:
 
 class _Ahead:
     def __init__(self):
-        self._threads = ThreadPoolExecutor(THREADS, "compile-ahead")
         self._calls: set[Any] = set()
         self._kernels: set[str] = set()
+        self._server: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        """Compile what function(*args, **more) launches. args, more: with fake tensors."""
+        """Have compiled what function(*args, **more) launches. args, more: with fake tensors."""
         call = function, _layouts(args), _layouts(tuple(sorted(more.items())))
         if call in self._calls:
             return
         self._calls.add(call)
         # what fails here fails again where it is launched, and is reported there
-        with suppress(Exception), self._compiling():
+        with suppress(Exception), unsampled(), self._compiling(), FakeTensorMode():
             function(*_fresh(args), **{key: _fresh(value) for key, value in more.items()})
 
     @contextmanager
@@ -66,17 +79,39 @@ class _Ahead:
             _async_compile.active_mode.reset(before)
 
     def submit(self, key: str, compiled: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Compile a kernel that this process has not compiled yet (called by Triton)."""
-        if key not in self._kernels:
-            self._kernels.add(key)
-            self._threads.submit(_compile, compiled, keep)
+        """Have a kernel compiled that is in no cache (called by Triton, which takes None for "not now"). compiled: the
+        function that would; its variables say what."""
+        names, cells = compiled.__code__.co_freevars, compiled.__closure__ or ()
+        known = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+        source, folder = known["src"], get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        if key in self._kernels or folder.get_group(f"{source.name[:150]}.json"):
+            return
+        self._kernels.add(key)
+        if self._server is None:
+            self._server = _serve()
+        assert self._server.stdin is not None
+        Jobs(job := io.BytesIO()).dump((source, known["target"], known["options"].__dict__))
+        pickle.dump(job.getvalue(), self._server.stdin)
+        self._server.stdin.flush()
 
 
-def _compile(compiled: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-    """Compile a kernel and, in C, its launcher, which Triton caches, too."""
-    kernel = compiled()
-    driver.active.launcher_cls(kernel.src, kernel.metadata)  # pyright: ignore[reportAttributeAccessIssue]  (CUDA's has)
-    keep(kernel)
+class Jobs(pickle.Pickler):
+    """Writes kernels as the names that they are imported by."""
+
+    def persistent_id(self, obj: Any) -> tuple[str, str] | None:
+        return (obj.fn.__module__, obj.fn.__qualname__) if isinstance(obj, JITFunction) else None
+
+
+def _serve() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "precision.kernels.compile_server"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pipesize=PIPE,
+    )
 
 
 def _layouts(value: Any) -> Any:
@@ -91,7 +126,7 @@ def _fresh(value: Any) -> Any:
     if isinstance(value, Tensor):
         first = _unaligned(value)
         span = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-        data = torch.empty(first + span, dtype=value.dtype, device=value.device)
+        data = torch.empty(first + max(span, 0), dtype=value.dtype, device=value.device)
         return data.as_strided(value.shape, value.stride(), first)
     return type(value)(map(_fresh, value)) if isinstance(value, (list, tuple)) else value
 

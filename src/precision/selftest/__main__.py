@@ -10,12 +10,10 @@ import importlib
 import json
 import multiprocessing
 import os
-import pkgutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,7 +32,8 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for all of them (default: 300)")
     parser.add_argument("--verbose", action="store_true", help="write a line for each check, too")
     options = parser.parse_args()
-    _import_all()
+    kernels.import_all()
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # as the first call of an operator does
     fork, wrong, unproved = multiprocessing.get_context("fork"), {}, ""
     began, taken = time.monotonic(), fork.Value("i", 0)
 
@@ -64,14 +63,6 @@ def main() -> int:
             unproved = unproved or missing
     print(json.dumps({"wrong": wrong, "unproved": unproved}))
     return 0
-
-
-def _import_all() -> None:
-    """Import what the first check would: kernels, and what torch imports in the first call of an op."""
-    for module in pkgutil.iter_modules(kernels.__path__, "precision.kernels."):
-        with suppress(ImportError):  # its checks will raise it
-            importlib.import_module(module.name)
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def _work(checks: Iterator[Check], file: Path) -> None:

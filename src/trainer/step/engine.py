@@ -138,7 +138,7 @@ def build_engine(
     )
     sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
     parallelize(model, config.recompute, compiled, shapes=len(sizes))
-    if compiled and plan.served_by("cuda"):
+    if compiled and plan.served_by("cuda") and world.local_rank == 0:  # the ranks of a node share Triton's cache
         from precision.kernels.ahead import compile_ahead  # Triton, which other machines may not have
 
         compile_ahead()
