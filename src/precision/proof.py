@@ -1,6 +1,6 @@
 """Results of the kernels' self-test on this GPU, with this torch, Triton and source.
 
-    prove(gpu)      at the start of a run: return the cached result, or run the self-test now, half a minute
+    prove(gpu)      at the start of a run: return the cached result, or run the self-test now, about 20 seconds
     cached_proof(gpu)     return the cached result, if there is one
     refused         op: why it runs without kernels here
 
@@ -100,7 +100,7 @@ def prove(gpu: Gpu, folder: Path | None = None, say: Callable[[str], object] | N
         with FileLock(f"{file}.lock", timeout=PATIENCE + 60):
             if (proof := _read(file, here)) is None:
                 if say is not None:
-                    say(f"checking the kernels, once with {here}: half a minute")
+                    say(f"checking the kernels, once with {here}: about 20 seconds")
                 proof = _keep(_run(here), file)
     except OSError as error:  # FileLock's timeout is one
         proof = Proof(here, unproved=f"the self-test was not run: {error}")
