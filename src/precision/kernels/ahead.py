@@ -92,7 +92,6 @@ class _Ahead:
         assert self._server.stdin is not None
         Jobs(job := io.BytesIO()).dump((source, known["target"], known["options"].__dict__))
         pickle.dump(job.getvalue(), self._server.stdin)
-        self._server.stdin.flush()
 
 
 class Jobs(pickle.Pickler):
@@ -107,6 +106,7 @@ def _serve() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "precision.kernels.compile_server"],
         env={**os.environ, "PYTHONPATH": path},
+        bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
