@@ -2,11 +2,12 @@
 
     python scripts/evaluate.py runs/mine                           all held-out text, the newest checkpoint
     python scripts/evaluate.py runs/mine --step 200 --batches 16   16 microbatches, spread over it, as `eval.batches`
+    python scripts/evaluate.py runs/mine --precision fp8_block     in another recipe than the run's
     python scripts/evaluate.py runs/mine --lm-eval hellaswag,piqa  also the tasks of lm-eval, on the BF16 export
 
-RUN is a run folder, or one of its checkpoints; it is only read. Model and weights are the same: the gap is the cost of
-the casts to FP8. KEY=VALUE changes keys of the run's config. --lm-eval needs `pip install "lm-eval[hf]"`, which is not
-part of this project. More: docs/export.md.
+RUN is a run folder, one of its checkpoints, or an imported model; it is only read. Model and weights are the same: the
+gap is the cost of the casts to FP8. KEY=VALUE changes keys of the run's config. --lm-eval needs
+`pip install "lm-eval[hf]"`, which is not part of this project. More: docs/export.md.
 """
 
 import importlib.util
@@ -21,6 +22,8 @@ from precision.errors import RunError, UserError
 from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
 if TYPE_CHECKING:
     from trainer.offline.evaluate import Scores
     from trainer.offline.saved_model import Saved
@@ -31,6 +34,7 @@ def run() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")
+    parser.add_argument("--precision", default="run", metavar="NAME", help="of configs/precision (the run's)")
     parser.add_argument("--batches", type=int, metavar="N", help="microbatches of each source (all)")
     parser.add_argument("--lm-eval", metavar="TASKS", help="also tasks of lm-eval, as hellaswag,piqa")
     given = parser.parse_intermixed_args()
@@ -40,9 +44,9 @@ def run() -> None:
         raise UserError(f'--lm-eval {given.lm_eval}: it is not installed; run pip install "lm-eval[hf]"')
     from trainer.data import prepare
     from trainer.offline.evaluate import evaluate
-    from trainer.offline.saved_model import open_run
+    from trainer.offline.saved_model import open_run, precision_named
 
-    saved = open_run(given.run, given.step, given.overrides)
+    saved = open_run(given.run, given.step, given.overrides, precision_named(given.precision, CONFIGS))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "model.vocab_size=")  # the run has warned of it, about its own text
         data = prepare(saved.config.data, saved.config.model.vocab_size)

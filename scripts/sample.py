@@ -4,10 +4,10 @@
     python scripts/sample.py runs/mine --prompt "def " --speculative            the same text, with drafts of MTP's
     python scripts/sample.py runs/mine --temperature 0.8 --top-p 0.95 --seed 1  drawn; without a prompt, a new document
 
-RUN is a run folder, or one of its checkpoints; it is only read. The prompt and the text go to stdout, remarks to
-stderr. The text ends at the end-of-text token, after --tokens, or at the model's last position. It is computed in the
-run's own precision unless --precision names another one; KEY=VALUE changes keys of the run's config. More:
-docs/export.md.
+RUN is a run folder, one of its checkpoints, or an imported model; it is only read. The prompt and the text go to
+stdout, remarks to stderr. The text ends at the end-of-text token, after --tokens, or at the model's last position. It
+is computed in the run's own precision unless --precision names another one; KEY=VALUE changes keys of the run's config.
+More: docs/export.md.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from trainer.launch.command_line import Parser, guarded
 if TYPE_CHECKING:
     from models.generate import Tally
 
-PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def run() -> None:
@@ -37,18 +37,15 @@ def run() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (0)")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")
-    parser.add_argument("--precision", choices=["run", "bf16", "fp32"], default="run", help="to compute in (the run's)")
+    parser.add_argument("--precision", default="run", metavar="NAME", help="of configs/precision (the run's)")
     parser.add_argument("--speculative", action="store_true", help="draft with multi-token prediction (temperature 0)")
     given = parser.parse_intermixed_args()
     check(given)
-    import yaml
-
     from models.generate import Sampling, Tally, generate
-    from trainer.offline.saved_model import open_run
+    from trainer.offline.saved_model import open_run, precision_named
     from trainer.offline.text_stream import TextStream
 
-    other = None if given.precision == "run" else yaml.safe_load((PRECISIONS / f"{given.precision}.yaml").read_text())
-    saved = open_run(given.run, given.step, given.overrides, other)
+    saved = open_run(given.run, given.step, given.overrides, precision_named(given.precision, CONFIGS))
     if given.speculative and not saved.config.model.num_mtp_layers:
         raise UserError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
     tokenizer, end = saved.tokenizer()

@@ -17,6 +17,8 @@ from run_lines import metrics
 
 from trainer.data import DataConfig, Source, prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
+from trainer.offline.export import export_run
+from trainer.offline.hf_export import ExportFormat
 from trainer.offline.saved_model import open_run
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +100,24 @@ def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) ->
     assert "bf16" not in done.stdout and "step_00000006" in done.stdout and "another one" not in done.stdout
 
 
+def test_an_imported_model_is_evaluated_as_it_is(runs: Path, run_python: Run, tmp_path: Path) -> None:
+    run, here = runs / "fp32", tmp_path / "imported"
+    export_run(run, tmp_path / "hf", ExportFormat.fp32)
+    done = run_python(ROOT / "scripts" / "import_hf.py", tmp_path / "hf", here)
+    assert done.returncode == 0, done.stderr
+    own = open_run(run).config
+    words = [f"data.{key}={getattr(own.data, key)}" for key in ("path", "glob", "cache_dir", "validation_fraction")]
+    words += ["data.source=text", "trainer.sequence_length=24", "trainer.microbatch_size=4"]
+    for recipe in ("bf16", "fp8_block"):
+        precision = tree_of([f"precision={recipe}"])["precision"]
+        theirs, ours = open_run(run, precision=precision), open_run(here, None, words, precision)
+        found, expected = (evaluate(s, prepare(s.config.data, s.config.model.vocab_size), 2) for s in (ours, theirs))
+        assert found == expected, "the same bits"
+    done = run_python(EVALUATE, here, *words, "--precision", "fp8_block", "--batches", "2")
+    assert (done.returncode, done.stdout.splitlines()[2].split()) == (0, ["fp8_block", "bf16", "gap"]), done.stderr
+    assert done.stdout.splitlines()[4].split()[2] == f"{expected[0].own:.4f}"
+
+
 def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("other words " * 200)
     (tmp_path / "b.txt").write_text("and some more " * 200)
@@ -111,6 +131,7 @@ def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> N
         ],
         f"set data.tokenizer={runs / 'fp32' / 'tokenizer.json'}": other,
         "no such checkpoint": ["--step", "5"],
+        "--precision fp9: there is no such recipe; choose run, bf16, ": ["--precision", "fp9"],
     }
     if importlib.util.find_spec("lm_eval") is None:
         wanted['--lm-eval piqa: it is not installed; run pip install "lm-eval[hf]"'] = ["--lm-eval", "piqa"]

@@ -15,7 +15,7 @@ Everything is written into OUT.partial, which is renamed when it is complete.
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -76,8 +76,11 @@ class Imported:
         return words
 
 
-def import_hf(source: Path, out: Path) -> Imported:
-    """Create `out`, which must not exist, from the folder `source`. Raises UserError if that is not such a model."""
+def import_hf(source: Path, out: Path, settings: Mapping[str, Any] | None = None) -> Imported:
+    """Create `out`, which must not exist, from the folder `source`. Raises UserError if that is not such a model.
+
+    settings: a config tree as of a run, with which scripts compute the model (none: they cannot).
+    """
     folder = HfFolder(source)
     check_new(out)
     remarks: list[str] = []
@@ -90,13 +93,25 @@ def import_hf(source: Path, out: Path) -> Imported:
     with new_folder(out) as made:
         checkpoint = made / "checkpoints" / checkpoint_name(0)
         checkpoint.mkdir(parents=True)
-        _write(checkpoint, folder, model, scaled)
+        has_tokenizer = TOKENIZER in copy_files(source, made)
+        config = None if settings is None else _config(settings, model, out / TOKENIZER if has_tokenizer else None, end)
+        _write(checkpoint, folder, model, scaled, config)
         choice = made / "configs" / "model" / f"{CONFIG_NAME}.yaml"
         choice.parent.mkdir(parents=True)
         choice.write_text(f"# Imported from {source.name!r}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
-        has_tokenizer = TOKENIZER in copy_files(source, made)
         _keep_token_ids(folder, made)
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
+
+
+def _config(
+    settings: Mapping[str, Any], model: ModelConfig, tokenizer: Path | None, end_of_text: str | None
+) -> dict[str, Any]:
+    """Return settings with this model, in sequences of up to 4,096 tokens."""
+    data: dict[str, Any] = {} if tokenizer is None else {"tokenizer": str(tokenizer.resolve())}
+    data |= {} if end_of_text is None else {"end_of_text": end_of_text}
+    sizes = {"sequence_length": min(4096, model.max_position_embeddings), "global_batch_size": 1, "microbatch_size": 1}
+    sections = {"model": plain_model(model), "data": settings["data"] | data, "trainer": settings["trainer"] | sizes}
+    return {**settings, **sections}
 
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
@@ -204,7 +219,9 @@ def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
     return found
 
 
-def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[str]) -> None:
+def _write(
+    checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[str], config: dict[str, Any] | None
+) -> None:
     pieces: list[Piece] = []
     known = shapes(model)
     for matrix in matrices(model):
@@ -227,6 +244,7 @@ def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[
         state[SCALES][name] = torch.empty(shape, device="meta")
 
     meta = {"model": plain_model(model), "precision": "fp32", "source": str(folder.folder)}
+    meta |= {} if config is None else {"config": config}
     text = json.dumps({"step": 0, "meta": meta, "state": split(state)[0]}, indent=1)
     finish(checkpoint, [write_pieces(checkpoint / "rank00000.safetensors", pieces)], text)
 

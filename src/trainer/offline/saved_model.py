@@ -107,6 +107,14 @@ def open_run(
     return Saved(folder, checkpoint, config, device, plan, model.eval(), state.get("validation"), remarks)
 
 
+def precision_named(name: str, configs: Path) -> dict[str, Any] | None:
+    """Return the precision section of a recipe; None for `run`, the run's own."""
+    known = {path.stem: path for path in sorted((configs / "precision").glob("*.yaml"))}
+    if name != "run" and name not in known:
+        raise UserError(f"--precision {name}: there is no such recipe; choose run, {', '.join(known)}")
+    return None if name == "run" else yaml.safe_load(known[name].read_text())
+
+
 def chosen_checkpoint(run: Path, step: int | None) -> tuple[Path, list[str]]:
     """Return a run's checkpoint of a step (None: the newest valid one; `run` may also be a checkpoint itself), and
     remarks on those that are damaged. Raises UserError if there is none."""
