@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,20 +35,15 @@ def main() -> int:
     options = parser.parse_args()
     kernels.import_all()
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # as the first call of an operator does
-    fork, wrong, unproved = multiprocessing.get_context("fork"), {}, ""
-    began, taken = time.monotonic(), fork.Value("i", 0)
-
-    def untaken() -> Iterator[Check]:
-        while True:
-            with taken:
-                at, taken.value = taken.value, taken.value + 1
-            if at >= len(CHECKS):
-                return
-            yield CHECKS[at]
-
+    fork, began = multiprocessing.get_context("fork"), time.monotonic()
+    wrong, unproved = {}, ""
+    numbers, entry = os.pipe()
+    os.write(entry, bytes(range(len(CHECKS))))
+    os.close(entry)
+    untaken = (CHECKS[number[0]] for number in iter(partial(os.read, numbers, 1), b""))
     with tempfile.TemporaryDirectory() as room:
         files = [Path(room) / str(i) for i in range(options.processes)]
-        running = [fork.Process(target=_work, args=(untaken(), file)) for file in files]
+        running = [fork.Process(target=_work, args=(untaken, file)) for file in files]
         for process in running:
             process.start()
         for process, file in zip(running, files, strict=True):
