@@ -30,13 +30,13 @@ def gather(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def start_sum(pieces: Tensor, size: int, group: str) -> Tensor:
-    """Start the sum of all ranks' pieces; rank j gets the sum of pieces j, [1, ...]."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(pieces.contiguous(), "sum", size, group)
+    """Start the sum of all ranks' pieces [size, B, ...]; rank j gets the sum of pieces j [B, ...], no view."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(pieces.flatten(0, 1).contiguous(), "sum", size, group)
 
 
 def sum_of_pieces(pieces: Tensor, size: int, group: str) -> Tensor:
-    """Return the sum of all ranks' pieces [size, ...], piece j on rank j."""
-    return wait(start_sum(pieces, size, group))[0]
+    """Return the sum of all ranks' pieces [size, B, ...], piece j on rank j."""
+    return wait(start_sum(pieces, size, group))
 
 
 def exchange(pieces: Tensor, size: int, group: str) -> Tensor:

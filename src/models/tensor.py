@@ -117,7 +117,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         pieces_tBsD = in_pieces(grads[0].float(), ctx.size)
-        return start_sum(pieces_tBsD, ctx.size, ctx.group)[0], None, None, None
+        return start_sum(pieces_tBsD, ctx.size, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):

@@ -4,6 +4,7 @@ The ranks run this file as a program, over gloo: all cases of a world size one a
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,8 @@ LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
 
 
 def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
-    """What each step says; the same on all ranks."""
+    """What each step says; the same on all ranks. torch warns on the user's screen of views that leave a stage."""
+    warnings.filterwarnings("error", "FSDP2-wrapped module")
     config = composed.config_of([*RUN, *case.keys])
     engine = build_engine(config, world.device, world=world)
     engine.model.end_of_text = END if case.documents else None
