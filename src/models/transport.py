@@ -106,8 +106,8 @@ class SymmetricMemory:
 
 
 def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the processes of the group are on one machine, with separate GPUs that reach each other's memory
-    and can run torch's barriers in it. A collective."""
+    """Return whether the processes of each group are on one machine, with separate GPUs that reach each other's memory
+    and can run torch's barriers in it. group: this process's. A collective of all, since all reduce what slots need."""
     here = socket.gethostname(), device.index if device.type == "cuda" else None
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, here, group=group)
@@ -116,8 +116,9 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     if fits:
         others = [gpu for gpu in gpus if gpu != device.index]
         fits = all(torch.cuda.can_device_access_peer(device, gpu) and has_atomics(device.index, gpu) for gpu in others)
-    dist.all_gather_object(found, fits, group=group)
-    return all(found)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, fits)
+    return all(everyone)
 
 
 def has_atomics(gpu: int, other: int) -> bool:

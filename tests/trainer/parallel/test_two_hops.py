@@ -14,7 +14,9 @@ import composed
 import pytest
 import torch
 from ranks import joined
+from torch import distributed as dist
 
+from models import transport
 from models.two_hops import TwoHopDispatcher
 from precision.errors import UserError
 from trainer.launch.world import World
@@ -53,8 +55,21 @@ def train(engine: Engine, world: World) -> Made:
     return {"losses": losses, "amax": amax}
 
 
+def check_shared_memory(world: World) -> None:
+    """Where the GPUs of one group of experts are on two nodes, no group shares memory."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+        patch.setattr(transport, "has_atomics", lambda *_: True)
+        for nodes, shares in (("0011", True), ("0012", False)):
+            patch.setattr(transport.socket, "gethostname", lambda nodes=nodes: nodes[world.rank])
+            found = transport.shares_memory(groups[world.rank // 2], torch.device("cuda", world.rank))  # type: ignore
+            assert found is shares, f"rank {world.rank} of nodes {nodes}"
+
+
 def main(out: Path) -> None:
     with joined() as world:
+        check_shared_memory(world)
         all_max([torch.zeros(())], world)
 
         def build(*keys: str) -> Engine:
