@@ -105,6 +105,13 @@ class Machine:
         """Return over how many nodes a group of neighbouring ranks is spread."""
         return ranks // math.gcd(ranks, min(self.gpus, self.per_node))
 
+    def carries(self, dispatch: Dispatch, ranks: int) -> bool:
+        """Return whether tokens can travel like this in groups of `ranks` experts' ranks; a run refuses the others."""
+        nodes, node = self.nodes(ranks), min(self.gpus, self.per_node)
+        if dispatch is Dispatch.two_hops:
+            return ranks == 1 or (nodes > 1 and nodes * node == ranks)
+        return dispatch is not Dispatch.symmetric or ranks == 1 or (nodes == 1 and self.node_link > PCIE)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -183,7 +190,7 @@ def timed(
     hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
     width = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
-    joined = machine.per_node if machine.node_link > PCIE else 1
+    joined = machine.per_node if machine.carries(Dispatch.symmetric, d.expert) else 1
     dispatch, row = dispatch_of(config, d, joined), 2 * tokens * m.hidden_size * (width + 2) * m.num_moe_blocks
     if dispatch is Dispatch.two_hops:
         nodes = machine.nodes(d.expert)

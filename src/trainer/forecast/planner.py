@@ -16,7 +16,7 @@ from models import DeepSeek
 from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
-from trainer.config import Config, GpuChoice, Recompute
+from trainer.config import Config, Dispatch, GpuChoice, Recompute
 from trainer.config.health import check_shadow
 from trainer.config.timeline import Timeline, at_peak_memory
 from trainer.files import script
@@ -30,6 +30,7 @@ from trainer.parallel.mesh import Degrees
 
 AXES = [field.name for field in fields(Degrees)]
 PER_RANK = "stages_per_rank"
+NEEDS_NODES = Dispatch.symmetric, Dispatch.two_hops
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in (*AXES, PER_RANK)), "parallel.stages")
 LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
 SEQUENCES, UNSAID_BATCH = 8, 16  # of a GPU and step if only configs/train.yaml sets the batch, and its value there
@@ -95,6 +96,7 @@ def planned(
     if not best and (why := search.refusal(machine, batches(machine))) is not None:
         asked = {f"parallel.{axis}": size for axis, size in given.items()}
         asked |= {"parallel.schedule": "zbv"} if in_a_v(config.parallel) else {}
+        asked |= {"parallel.dispatch": how.value} if (how := config.parallel.dispatch) in NEEDS_NODES else {}
         asked |= {"trainer.global_batch_size": batch} if is_given else {}
         some = "some of " if len(asked) > 1 else ""
         keys = " ".join(f"{key}={value}" for key, value in asked.items())

@@ -242,7 +242,8 @@ def _degrees(
                         continue
                     for expert in sizes("expert", math.gcd(stage, config.model.num_experts)):
                         degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
-                        if not fits_expert(expert, cut * tensor, stage):
+                        dispatch = config.parallel.dispatch
+                        if not (fits_expert(expert, cut * tensor, stage) and machine.carries(dispatch, expert)):
                             continue
                         if (why := _refusal(config, plan, degrees, lengths)) is None:
                             yield degrees

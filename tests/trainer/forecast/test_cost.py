@@ -165,6 +165,18 @@ def test_a_group_with_ranks_on_two_nodes_uses_the_network() -> None:
     assert replace(H200S, gpus=6).seconds(350e9, 6) == 1, "all in one node"
 
 
+def test_tokens_travel_only_where_a_run_accepts_it(moonlight: tuple[Config, Plan]) -> None:
+    """Shared memory within nodes with NVLink, two hops over whole ones; auto takes all_to_all where a group of some is
+    on two."""
+    six = replace(H200S, gpus=24, per_node=6)
+    assert [n for n in (1, 2, 3, 4, 6, 9, 12) if six.carries(Dispatch.symmetric, n)] == [1, 2, 3, 6]
+    assert [n for n in (1, 2, 3, 4, 6, 9, 12) if six.carries(Dispatch.two_hops, n)] == [1, 12]
+    assert not replace(six, node_link=50e9).carries(Dispatch.symmetric, 2)
+    auto, exact = (with_(moonlight[0], dispatch=way) for way in (Dispatch.auto, Dispatch.all_to_all))
+    degrees = Degrees(shard=12, expert=4)
+    assert cost(auto, moonlight[1], degrees, six).waiting == cost(exact, moonlight[1], degrees, six).waiting
+
+
 def test_the_fewest_gpus_that_do_are_found(moonlight: tuple[Config, Plan]) -> None:
     small = replace(H200S, gpus=1, memory=24 * 2**30)
     enough = fewest(*moonlight, small)
@@ -388,6 +400,10 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
             "--gpus=8: no layout can train this; leave out trainer.global_batch_size=7",
         ),
         (["--gpus", "8", "cuda_graph=true"], "no layout can train this; cuda_graph=true: the ranks' messages are not"),
+        (
+            ["--gpus", "16", "parallel.expert=8", "parallel.dispatch=two_hops"],
+            "no layout can train this; leave out some of parallel.expert=8 parallel.dispatch=two_hops",
+        ),
         (["--gpus", "8", "parallel.fp8_all_gather=true"], "parallel.fp8_all_gather=true: no weight computes in FP8"),
         (["--gpus", "8", "health.shadow_every=9"], "health.shadow_every=9: nothing computes in FP8"),
         (["--gpus", "8", "trainer.phases=[{microbatch_size:1}]"], "a phase sets microbatch_size, and the planner"),
