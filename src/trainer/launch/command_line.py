@@ -96,6 +96,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
         if end.message is not None and first:
             with contextlib.suppress(OSError):  # its terminal may be closed
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
+        rank_group.launch.write_error_file(end.message or repr(error))
         rank_group.leave()
         return rank_group.exit(end.code)
     finally:

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/trainer/launch/ranks_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
 
-FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
-memory; lag: as hang, and rank 0 waits for a device, not for rank 1. absent, wrong: rank 1 is killed, or refuses, before
-it meets the others, who wait for it; waits: it comes, and rank 0 waits for it in a collective.
+FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, stop:all, exit, hang,
+freeze, memory; lag: as hang, and rank 0 waits for a device, not for rank 1. absent, wrong: rank 1 is killed, or
+refuses, before it meets the others, who wait for it; waits: it comes, and rank 0 waits for it in a collective.
 """
 
 import os
@@ -48,6 +48,8 @@ def fail(fault: str, rank: int) -> None:
         raise torch.OutOfMemoryError
     if kind == "mistake":
         raise UserError("optim.lr=9: too large; lower it")
+    if kind == "stop":
+        raise TrainingStopped("2 steps in a row skipped")
     if kind in ("hang", "lag"):
         time.sleep(1000)
 

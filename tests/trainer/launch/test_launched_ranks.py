@@ -156,6 +156,11 @@ def test_a_failure_of_one_rank_ends_all_and_is_reported_once(fault: str, tmp_pat
     assert ("Traceback" in err) == (fault == "bug") and err.count("KeyError") in (0, 2)
 
 
+def test_an_end_on_which_all_ranks_agree_is_one_line(tmp_path: Path, run: Run):
+    code, _, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", "stop:all"], tmp_path)
+    assert (code, err) == (1, "octet: error: 2 steps in a row skipped\n")
+
+
 @pytest.mark.parametrize(
     ("fault", "expected", "says"),
     [
