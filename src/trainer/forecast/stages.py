@@ -228,7 +228,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
-        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {p * degrees.data} or a multiple of it")
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or a multiple of it")
     count = microbatches_of(config, degrees)
     if in_a_v(config.parallel):
         _check_v(config)

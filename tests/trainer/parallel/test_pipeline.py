@@ -256,6 +256,11 @@ REFUSED = [
     ([TWO, "parallel.stages_per_rank=4"], 2, "parallel.stages_per_rank=4: .* set at most 3"),
     ([*IN_TURN, "trainer.global_batch_size=5"], 2, "a rank's 5 microbatches form 2 rounds; set 4, or another"),
     ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or a multiple of it"),
+    (
+        [TWO, "trainer.phases=[{until:1},{microbatch_size:4}]"],
+        2,
+        "trainer.global_batch_size=4: .* set 8 or a multiple of it",
+    ),
     ([TWO, "trainer.document_masking=true"], 2, "model.num_mtp_layers=2: .* set 1"),
 ]
 
