@@ -130,13 +130,14 @@ def _sets(config: Config, size: str) -> bool:
 
 
 def _planned_shape(config: Config, options: Namespace) -> Config:
-    """Return the run to plan: of several phases the steps that take most memory with one microbatch."""
+    """Return the run to plan: of several phases the steps that take most memory with one microbatch. Its
+    `parallel.stages` belong to its own layout."""
     if _sets(config, "microbatch_size"):
         why = "a phase sets microbatch_size, and the planner chooses one for all"
         raise UserError(f"trainer.phases: {why}; leave it out, or plan each phase without trainer.phases")
     if _sets(config, "global_batch_size") and options.sequences:
         raise UserError("--sequences: a phase of trainer.phases sets the batch; leave one of them out")
-    return at_peak_memory(config)
+    return at_peak_memory(replace(config, parallel=replace(config.parallel, stages=None)))
 
 
 def _of_phases(run: Config, planned: Config) -> list[str]:
@@ -194,7 +195,7 @@ def line(c: Cost) -> str:
 
 
 def command(c: Cost, gpus: int, per_node: int, rest: list[str], config: Config) -> str:
-    """Return the command line of a layout. It replaces the degrees and the recompute of `config`."""
+    """Return the command line of a layout. It replaces the degrees, stages and recompute of `config`."""
     nodes = gpus // per_node
     start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
     if nodes > 1:
@@ -211,6 +212,7 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str], config: Config) 
     degrees = [
         f"parallel.{axis}={size}" for axis, size in layout.items() if (size, getattr(config.parallel, axis)) != (1, 1)
     ]
+    degrees += [] if config.parallel.stages is None else ["parallel.stages=null"]
     none = c.recompute is config.recompute is Recompute.none
     again = [] if none else [f"recompute={c.recompute.value}"]
     sizes = [f"{key}={size}" for key, size in batch.items()]

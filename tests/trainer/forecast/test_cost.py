@@ -372,10 +372,11 @@ def test_a_batch_that_is_given_is_kept(plan_parallelism: Run) -> None:
 
 
 def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism: Run) -> None:
-    """Its batch and sequences stay, also where they are the defaults."""
+    """Its batch and sequences stay, also where they are the defaults; its stages do not."""
     run = tmp_path / "mine"
     run.mkdir()
-    tree = kept_tree(config_of(["model.num_layers=5", "parallel.tensor=2"]))
+    degrees = "parallel.tensor=2", "parallel.pipeline=2", "parallel.stages=[1,4]"
+    tree = kept_tree(config_of(["model.num_layers=5", *degrees]))
     (run / "config.yaml").write_text(stamped(yaml.safe_dump(tree)))
     done = plan_parallelism("--gpus", "8", "--rows", "1", f"run.resume={run}")
     sizes, start = tree["trainer"], f"torchrun --nproc_per_node=8 train.py run.resume={run} parallel."
@@ -383,7 +384,7 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
     assert command.startswith(start) and "sequence_length" not in command and "parallel.tensor=1" in command, (
         done.stderr
     )
-    assert f"trainer.global_batch_size={sizes['global_batch_size']}" in command
+    assert f"trainer.global_batch_size={sizes['global_batch_size']}" in command and "parallel.stages=null" in command
 
 
 @pytest.mark.parametrize(
