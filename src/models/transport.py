@@ -105,14 +105,15 @@ class SymmetricMemory:
         self._inboxes = torch.tensor([one.data_ptr() for one in buffers], dtype=torch.int64, device=self._device)
 
 
-def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+def shares_memory(group: dist.ProcessGroup, device: torch.device, proved: bool = True) -> bool:
     """Return whether the processes of each group are on one machine, with separate GPUs that reach each other's memory
-    and can run torch's barriers in it. group: this process's. A collective of all, since all reduce what slots need."""
+    and can run torch's barriers in it. group: this process's; proved: and whether its kernels are right. A collective
+    of all, since all reduce what slots need."""
     here = socket.gethostname(), device.index if device.type == "cuda" else None
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, here, group=group)
     hosts, gpus = zip(*found, strict=True)
-    fits = len(set(hosts)) == 1 and None not in gpus and len(set(gpus)) == len(gpus)
+    fits = proved and len(set(hosts)) == 1 and None not in gpus and len(set(gpus)) == len(gpus)
     if fits:
         others = [gpu for gpu in gpus if gpu != device.index]
         fits = all(torch.cuda.can_device_access_peer(device, gpu) and has_atomics(device.index, gpu) for gpu in others)

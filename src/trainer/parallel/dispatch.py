@@ -27,7 +27,7 @@ def build_dispatch(config: ParallelConfig, mesh: Mesh, device: torch.device) -> 
         return _hops(group, device)
     if config.dispatch is Dispatch.slots:
         transport = EqualSplits(group)
-    elif config.dispatch is Dispatch.auto and (PEERS in refused or not shares_memory(group, device)):
+    elif config.dispatch is Dispatch.auto and not shares_memory(group, device, PEERS not in refused):
         return None
     else:
         if config.dispatch is Dispatch.symmetric:
