@@ -2,8 +2,8 @@
 
 The order in which they finish does not matter: a shard's number is its place. With one worker, or one shard, this
 process does the work itself, and the tokenizer uses all cores for each batch of documents. Otherwise each worker
-process takes a shard from reading to writing on one core. Only data that cannot be read from the middle is read by this
-process.
+process takes a shard from reading to writing on one core, and starts when there is a first one for it. Only data that
+cannot be read from the middle is read by this process.
 
 Workers are new processes, not forks: the process that starts them may hold a GPU, threads and locks.
 """
@@ -45,23 +45,27 @@ def pack_all(packing: Packing, work: Iterator[PackJob], num_workers: int, on_rea
     stopped = False
     workers: list[_Worker] = []
 
-    def keep_busy(worker: _Worker) -> None:
-        while not stopped:
+    def keep_busy() -> None:
+        worker = None
+        while True:
             with reading:
-                shard = next(rest, None)
-            if shard is None:
-                return
+                shard = None if stopped else next(rest, None)
+                if shard is None:
+                    return
+                if worker is None:
+                    worker = _Worker(packing)
+                    workers.append(worker)
             worker.pack(shard, counted)
 
     pool = ThreadPoolExecutor(num_workers)
     try:
-        workers.extend(_Worker(packing) for _ in range(num_workers))
-        jobs = [pool.submit(keep_busy, worker) for worker in workers]
+        jobs = [pool.submit(keep_busy) for _ in range(num_workers)]
         ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in ended:
             job.result()
     finally:
-        stopped = True
+        with reading:  # no worker starts after this
+            stopped = True
         for worker in workers:
             worker.end()
         pool.shutdown()

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
 from trainer.data.bins import Shard
+from trainer.data.packing import PackedShard, Packer, Packing, PackJob
 from trainer.data.shard_writer import ShardWriter
 
 MakeData = Callable[..., DataConfig]
@@ -94,7 +95,7 @@ def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
 
     def kill(what: str, done: int, total: int) -> None:
         if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*.json")):
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            children = [pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
             workers = [pid for pid in children if b"trainer.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             for pid in workers[:1]:
                 os.kill(int(pid), signal.SIGKILL)
@@ -105,6 +106,23 @@ def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
         prepare(data, 512, kill)
     assert any(Path(data.cache_dir).glob("*.partial/done-*.json"))
     assert prepare(data, 512).train.sidecar == prepare(make_data("one", workers=1), 512).train.sidecar
+
+
+def test_a_process_starts_for_a_shard_not_for_each_core(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Inside:  # of this process
+        def __init__(self, packing: Packing) -> None:
+            started.append(packing)
+
+        def pack(self, shard: PackJob, on_read: Callable[[int], None]) -> PackedShard:
+            return Packer(started[0], on_read).pack(shard)
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr("trainer.data.workers._Worker", Inside)
+    shards = prepare(make_data("one", workers=100, shard_mb=3), 512).train.shards
+    assert 1 < len(started) <= len(shards) < 12
 
 
 def test_a_mistake_that_a_worker_finds_ends_all_and_is_one_line(make_data: MakeData) -> None:
