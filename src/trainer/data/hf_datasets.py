@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,20 @@ from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, ch
 
 STREAM_ROWS = 256  # read at once while their length is unknown
 MOST_ROWS = 16384
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the files that `datasets` may read: those behind links, too, and none with a dot before a name in its path,
+    where the prepared data may be. A folder that several paths lead to is listed once."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 class Dataset:
@@ -39,9 +54,7 @@ class Dataset:
         root = self._root
         if root.is_dir():
             digest.update(str(root.resolve()).encode("utf-8", "surrogateescape"))
-            for path in sorted(path for path in root.rglob("*") if path.is_file()):
-                if any(name.startswith(".") for name in path.relative_to(root).parts):
-                    continue  # `datasets` does not read it; the prepared data may be there
+            for path in sorted(_files(root)):
                 status = path.stat()
                 line = f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\n"
                 digest.update(line.encode("utf-8", "surrogateescape"))

@@ -19,6 +19,7 @@ from precision.errors import UserError
 from trainer.config.data import MixEntry, Stop, source_configs
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data import records as documents_module
+from trainer.data.hf_datasets import Dataset
 from trainer.data.records import SkipLog
 from trainer.data.sources import open_source
 
@@ -112,6 +113,18 @@ def test_a_dataset_is_read_in_its_own_folder(
     first, again = prepare_for(**settings), prepare_for(**settings)
     assert sorted([*texts_of(first), *texts_of(first, "validation")]) == sorted(texts)
     assert (first.built, again.built, again.folder) == (True, False, first.folder)
+
+
+def test_a_dataset_behind_a_link_to_a_folder_is_another_one_when_it_changes(tmp_path: Path) -> None:
+    folders = mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    for folder in folders:
+        folder.mkdir()
+    (mine / "data").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(mine)
+    (part,) = source_configs(DataConfig(Source.hf, str(mine)))
+    before = Dataset(part).fingerprint
+    (elsewhere / "train.jsonl").write_bytes(jsonl(TEXTS))
+    assert Dataset(part).fingerprint != before
 
 
 @pytest.mark.parametrize("key", ["split", "validation_split"])
