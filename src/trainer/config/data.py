@@ -94,7 +94,7 @@ class DataConfig:
     prepare_data.py. Null with stdlib, and if `mix` names the sources."""
     glob: str = "**/*.py"
     """Files to read below the folder, matched on their path inside it; ** matches any number of folders, and |
-    separates alternatives. Names that begin with a dot and links to folders are left out."""
+    separates alternatives. Names that begin with a dot are left out."""
     exclude: list[str] = field(
         default_factory=lambda: ["site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"]
     )
