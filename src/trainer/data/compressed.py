@@ -47,6 +47,8 @@ def _opened(path: Path) -> Iterator[Callable[[], bytes]]:
 
 
 def unpack_error(error: Exception) -> str:
-    """Return in words why a compressed file cannot be read."""
+    """Return in words why a file that may be compressed cannot be read."""
+    if isinstance(error, OSError) and error.errno:
+        return f"cannot be read: {error.strerror}"
     text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
     return "cut off" if "truncated" in text.lower() or text == "cut off" else f"cannot be unpacked: {text}"

@@ -5,6 +5,7 @@ out the blocks reads a file in order, a line at a time. The log names a row by i
 """
 
 import csv
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def _text_lines(path: Path) -> Iterator[str]:
         rest.append(tail)
         size += len(tail)
         if size > LONGEST_BYTES:
-            raise OSError(None, f"a line is {TOO_LONG}")
+            raise OSError(errno.EFBIG, f"a line is {TOO_LONG}")
     if size:
         yield _decoded(b"".join(rest), first)
 

@@ -72,6 +72,21 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path) -> None:
     assert any("cut off" in skipped.why for skipped in log.found.values())
 
 
+def test_only_a_damaged_archive_cannot_be_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(name: str) -> str:
+        log = SkipLog(strict=False)
+        texts(rows_of(tmp_path / name, name, PART, ",", log), log)
+        return next(iter(log.found.values())).why
+
+    for name in ("gone.csv", "gone.csv.gz", "gone.csv.zst"):
+        assert reason(name).startswith("cannot be read: "), name
+        (tmp_path / name).write_bytes(b"id,text\n" + 200 * b"1,a")
+    assert reason("gone.csv.gz").startswith("cannot be unpacked: Not a gzipped file")
+    assert reason("gone.csv.zst").startswith("cannot be unpacked: ZSTD")
+    monkeypatch.setattr(module, "LONGEST_BYTES", 500)
+    assert reason("gone.csv").startswith("cannot be read: a line is longer than")
+
+
 def test_a_folder_of_csv_and_tsv_is_prepared(prepared: Prepared, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
