@@ -25,6 +25,7 @@ from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig
 
 NOT_UTF8 = "not UTF-8 text"
+TO_UTF8 = "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
 LONGEST_LINE = 1 << 22  # characters or bytes; a longer line is cut, or a file without lines would fill the memory
 

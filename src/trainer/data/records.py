@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from precision.errors import UserError
 from trainer.config.data import Source, SourceConfig
 from trainer.data.compressed import BLOCK_BYTES, unpack, unpack_error
-from trainer.data.corpus import NOT_UTF8, lines_before, read_part, read_pieces, unreadable_reason
+from trainer.data.corpus import NOT_UTF8, TO_UTF8, lines_before, read_part, read_pieces, unreadable_reason
 
 LONGEST_BYTES = 1 << 28
 """Limit of a line of JSON and of a compressed text file: each is in memory as a whole."""
@@ -321,6 +321,8 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
 
 
 def _choice(names: Sequence[str], in_first_row: bool) -> str:
+    if any("\udc80" <= letter <= "\udcff" for letter in "".join(names)):
+        return f"its first row is {NOT_UTF8}; {TO_UTF8}"
     if len(names) == 1 and ";" in names[0]:
         return f"its first row is {names[0]}; separate columns with commas, or with tabs and data.format=tsv"
     row = ", the names in its first row" if in_first_row else ""

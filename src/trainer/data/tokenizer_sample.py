@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
-from trainer.data.corpus import NOT_UTF8
+from trainer.data.corpus import NOT_UTF8, TO_UTF8
 from trainer.data.records import COLUMN, NO_TEXT, ONE_VALUE, SkipLog
 from trainer.data.sources import Reader, open_source
 from trainer.data.tokenizer import train_tokenizer
@@ -70,5 +70,5 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
 def _fix(why: str) -> str:
     """Return the fix for text of which nothing is usable."""
     if why == NOT_UTF8:
-        return "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
+        return TO_UTF8
     return f"set {COLUMN}" if COLUMN in why or why.endswith(NO_TEXT) else "correct that"

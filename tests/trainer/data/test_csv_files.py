@@ -109,4 +109,7 @@ def test_a_folder_of_csv_and_tsv_is_prepared(prepared: Prepared, tmp_path: Path)
         UserError, match=r"its first row is id;text; separate columns with commas, or with tabs and data"
     ):
         list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
+    (folder / "a.csv").write_bytes("text\n1\n".encode("utf-16"))
+    with pytest.raises(UserError, match=r"its first row is not UTF-8 text; convert it: iconv -f ENC"):
+        list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
     assert Format.csv.value == "csv"
