@@ -12,6 +12,11 @@ BLOCK_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 14  # of a block
 
 
+def is_packed(path: Path) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return path.suffix.lower() in (".gz", ".zst")
+
+
 def unpack(path: Path) -> Iterator[bytes]:
     """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated,
     after what can be read."""
@@ -36,7 +41,7 @@ def unpack(path: Path) -> Iterator[bytes]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Callable[[], bytes]]:
     """Open a compressed file; yield a function that reads a piece. What it has of a piece is lost when it fails."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(path) as file:
             yield lambda: file.read1(BLOCK_BYTES)
         return

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config.data import SourceConfig
-from trainer.data.compressed import unpack, unpack_error
+from trainer.data.compressed import is_packed, unpack, unpack_error
 from trainer.data.records import BLOCK_BYTES, LONGEST_BYTES, TOO_LONG, Rows, SkipLog, check_column
 
 OPEN = "a quote that is not closed: the rest cannot be read"
@@ -71,7 +71,7 @@ def _text_lines(path: Path) -> Iterator[str]:
     """Yield lines with their ends, without a byte-order mark. Raises OSError for a line above LONGEST_BYTES."""
     rest: list[bytes] = []  # of a line that continues in the next block
     size, first = 0, True
-    for data in unpack(path) if path.suffix in (".gz", ".zst") else _blocks(path):
+    for data in unpack(path) if is_packed(path) else _blocks(path):
         *whole, tail = data.split(b"\n")
         if whole:
             whole[0], rest, size = b"".join([*rest, whole[0]]), [], 0

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
-from trainer.data.compressed import unpack, unpack_error
+from trainer.data.compressed import is_packed, unpack, unpack_error
 from trainer.data.corpus import Document, divide, scan, split
 from trainer.data.csv_files import rows_of
 from trainer.data.records import (
@@ -49,7 +49,6 @@ SUFFIXES = {
     **dict.fromkeys((".parquet", ".pq"), Format.parquet),
     **dict.fromkeys((".txt", ".text", ".md"), Format.text),
 }
-PACKED = (".gz", ".zst")
 
 
 class Reader(Protocol):
@@ -178,7 +177,7 @@ class Files:
         if self.part.source is not Source.files:
             return Format.text, False
         name = Path(path)
-        packed = name.suffix in PACKED
+        packed = is_packed(name)
         suffix = Path(name.stem).suffix if packed else name.suffix
         kind = SUFFIXES.get(suffix.lower()) if self.part.format is Format.auto else self.part.format
         if kind is None:

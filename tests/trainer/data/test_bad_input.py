@@ -284,6 +284,13 @@ def test_files_without_a_known_suffix(files: DataConfig) -> None:
     assert count(prepare(replace(files, format=Format.jsonl), 512)) == len(GOOD)
 
 
+def test_a_suffix_in_capitals_means_the_same(files: DataConfig) -> None:
+    (folder(files) / "X.JSONL.GZ").write_bytes(gzip.compress(b"\n".join(GOOD)))
+    rows = "\n".join(["text", *(json.loads(line)["text"] + "!" for line in GOOD)])
+    (folder(files) / "Y.CSV.ZST").write_bytes(zstandard.compress(rows.encode()))
+    assert count(prepare(files, 512)) == 2 * len(GOOD)
+
+
 def test_nothing_held_out_is_reported(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD[:3]))
     with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.001: leaves nothing of files to hold out"):
