@@ -41,8 +41,10 @@ def run() -> None:
     from trainer.data.prepare import prepare
     from trainer.data.prepared import SUMMARY, add_bigram
     from trainer.data.progress_bars import bars
+    from trainer.run.own_settings import own_settings
 
-    configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
+    jobs = compose(Path(__file__).resolve().parents[1] / "configs", own=own_settings)
+    configs = [load(job.tree) for job in jobs]
     if own.out is not None and len(configs) > 1:
         raise UserError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
     if own.out is not None and configs[0].data.source is Source.bins:

@@ -1,5 +1,6 @@
 """A command line that names a run that exists changes that run's settings, and not those of configs/."""
 
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -229,3 +230,20 @@ def test_secrets_have_to_be_given_again(typed: Callable[..., Job]) -> None:
     assert line(job) == f"settings of runs/b; changed here: nothing; not stored and not given: {key}"
     given = line(typed("run.name=b", f"{key}=https://x/PRIVATE"))
     assert given == f"settings of runs/b; changed here: {key} (not shown)"
+
+
+def test_the_text_of_a_run_is_prepared_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        Path(f"{name}.txt").write_text(f"{name} text of the run ")
+    words = "data=text", f"data.path={tmp_path}", "model.vocab_size=257", f"data.cache_dir={tmp_path}/.cache"
+    start("a", *words, "data.glob=*.txt", "data.validation_fraction=0.5")
+    prepare = runpy.run_path(str(CONFIGS.parent / "scripts" / "prepare_data.py"))["run"]
+    for named in (["run.name=a", "run.resume=auto"], ["run.resume=runs/a"], ["--from-run", "runs/a"]):
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *named, "data.shard_mb=1"])
+        prepare()
+        assert "tokenizer: 257 entries, " in capsys.readouterr().out
+    (folder,) = (path for path in Path(".cache").iterdir() if path.is_dir())
+    assert folder.name.startswith("text-")
