@@ -117,7 +117,7 @@ class Dataset:
         except Exception as error:  # of many classes, from a dozen libraries
             if isinstance(error, ValueError) and str(error).startswith(f"{part.key}."):
                 raise
-            reason = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), "")
+            reason = " ".join(str(error.__cause__ or error).split())
             raise UserError(
                 f"{part.key}.path={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
                 f"revision={part.revision} ({type(error).__name__}: {reason[:300]}): correct that, or repair it"

@@ -310,6 +310,11 @@ def test_what_datasets_cannot_load_is_one_line(files: DataConfig, monkeypatch: p
         with pytest.raises(ValueError, match=message) as error:
             prepare(replace(hf, **changes), 512)
         assert "\n" not in str(error.value)
+    configs = [f"- config_name: {name}\n  data_files: x.jsonl\n" for name in ("en", "de")]
+    (folder(files) / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    with pytest.raises(ValueError, match=r"subset=None.*Please pick one among the available configs: \['en', 'de'\]"):
+        prepare(hf, 512)
+    (folder(files) / "README.md").unlink()
     (folder(files) / "y.jsonl").write_bytes(b"\n".join([*GOOD, b"{cut o"]))
     with pytest.raises(ValueError, match=r"data\.skip_damaged=false: /.*: cannot be read after row \d+: "):
         prepare(replace(hf, streaming=True), 512)
