@@ -59,6 +59,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
         if shown != argument:
             raise UserError(f"{shown}: not UTF-8, as a run's config has to be; rename the file or folder")
         key, _, value = argument.lstrip("+~").partition("=")
+        if argument and not key:  # as of $KEY=VALUE without a KEY
+            raise UserError(f"{argument}: it has no key; write KEY=VALUE")
         if key in HYDRA_FOLDERS:
             raise UserError(
                 f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "

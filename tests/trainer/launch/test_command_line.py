@@ -129,7 +129,8 @@ MISTAKES = {
     "~precision": "precision=null: must be a section with the keys name,",
     "run=foo": "run=foo: must be a section with the keys name, dir",
     "--config-name=nope": "Cannot find primary config 'nope'",
-    "=3": "the command line cannot be read",
+    "=3": "=3: it has no key; write KEY=VALUE",  # $KEY=3 without a KEY
+    "+=x": "+=x: it has no key; write KEY=VALUE",
     "run.dir=~/runs": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.dir='~/runs'": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
