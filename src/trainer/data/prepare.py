@@ -38,7 +38,7 @@ from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several
 from trainer.data.records import EMPTY, SkipLog
 from trainer.data.shard_writer import write_json
 from trainer.data.sources import Reader, mixed, open_source
-from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, tokenizer_file
+from trainer.data.tokenizer import check_end_of_text, file_hash, load_tokenizer, num_entries, tokenizer_file
 from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
@@ -200,7 +200,8 @@ def _build(
         revisions = _pin(partial, readers)
         tokenizer = _tokenizer(partial, readers, data, vocab_size, report)
         _check_entries(num_entries(tokenizer), vocab_size)
-        end_of_text_id(tokenizer, data.end_of_text)
+        if data.tokenizer is not None:
+            check_end_of_text(tokenizer, data.end_of_text, "one of its special tokens")
         packing = Packing(
             folder=partial,
             tokenizer_path=partial / "tokenizer.json",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,12 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = words
-    tokenizer.encode_special_tokens = True
-    if tokenizer.token_to_id(end_of_text) in tokenizer.encode(end_of_text).ids:
-        raise UserError(
-            f"data.end_of_text={end_of_text}: text has this token, too, which would end documents; set another, for "
-            "example <|endoftext|>"
-        )
+    check_end_of_text(tokenizer, end_of_text, "for example <|endoftext|>")
     return tokenizer
 
 
@@ -107,6 +103,23 @@ def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
             f"data.end_of_text={end_of_text}: not a token of data.tokenizer: name the token that ends a document there"
         )
     return token_id
+
+
+def check_end_of_text(tokenizer: Tokenizer, end_of_text: str, another: str) -> None:
+    """Raise UserError for a token that ordinary text has, too. another: what to set instead. (An added token that is
+    not special, as <|EOT|>, is accepted: only text that spells it has it.)"""
+    token_id = end_of_text_id(tokenizer, end_of_text)
+    added = tokenizer.get_added_tokens_decoder().get(token_id)
+    if added is not None and not added.special:
+        return
+    spelled, ids = (end_of_text, tokenizer.decode([token_id], skip_special_tokens=False)), list[int]()
+    with suppress(UserError):  # of a tokenizer that cannot encode it
+        ids = [each for found, _ in encode_pieces(tokenizer, ((text, None) for text in spelled), 1) for each in found]
+    if token_id in ids:
+        raise UserError(
+            f"data.end_of_text={end_of_text}: text has this token, too, which would end documents; set another, "
+            f"{another}"
+        )
 
 
 def file_hash(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Any text comes back from its tokens, and the same text gives the same tokenizer."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from trainer.config.data import Source, check_data
 from trainer.data import DataConfig, Prepared, load_tokenizer, prepare
 from trainer.data.tokenizer import (
     LONGEST_WORD,
+    check_end_of_text,
     encode_pieces,
     end_of_text_id,
     file_hash,
@@ -69,6 +70,23 @@ def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
 def test_an_end_of_text_that_text_has_too_is_refused(end: str) -> None:
     with pytest.raises(UserError, match=rf"^data\.end_of_text={end}: text has this token, too, .*; set another"):
         train_tokenizer(iter(TEXTS), 300, end)
+
+
+def test_a_word_of_a_given_tokenizer_is_no_end_of_text(
+    prepared: Prepared, own_corpus: Path, make_config: Callable[..., DataConfig]
+) -> None:
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    tokenizer.add_tokens(["<|EOT|>"])  # not special: only text that spells it has it
+    for end in (END, "<|EOT|>"):
+        check_end_of_text(tokenizer, end, "another")
+    entries = set(tokenizer.get_vocab())
+    for word in ("x", "self", "\u0120the"):  # the last with a blank before it
+        assert word in entries
+        data = make_config(own_corpus, tokenizer=str(prepared.tokenizer_path), end_of_text=word)
+        with pytest.raises(UserError, match=rf"^data\.end_of_text={word}: text has .*, one of its special tokens"):
+            prepare(data, 512)
+    with pytest.raises(UserError, match="text has this token, too"):
+        check_end_of_text(Tokenizer(models.WordLevel({"a": 0})), "a", "another")
 
 
 def test_a_tokenizer_that_truncates_or_pads_loses_and_adds_nothing(tmp_path: Path) -> None:
