@@ -162,18 +162,22 @@ class Lines:
 
     @property
     def num_bytes(self) -> int:
-        return self.end - self.begin
+        return BLOCK_BYTES if self._is_long else self.end - self.begin
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether its last line is too long, the only one that can be: see `line_ranges`."""
+        return self.end - self.begin > LONGEST_BYTES + BLOCK_BYTES
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.begin)
-                long = self.num_bytes > LONGEST_BYTES + BLOCK_BYTES  # the last line, if any: see `line_ranges`
-                data = file.read(BLOCK_BYTES if long else self.num_bytes)
+                data = file.read(self.num_bytes)
         except OSError as error:
             log.lost(self.label, f"cannot be read: {error.strerror}")
             return
-        if long:
+        if self._is_long:
             data = data[: data.rfind(b"\n") + 1]
             log.add(self.label, TOO_LONG, Line(data.count(b"\n") + 1, self.begin + len(data), self._lines_before))
         yield from parse_lines(data, self.label, self.begin, self.column, fraction, log, self._lines_before)

@@ -12,9 +12,11 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from trainer.config.data import Format
+from trainer.config.data import Format, source_configs
 from trainer.data import DataConfig, Prepared, Source, prepare
 from trainer.data.compressed import unpack
+from trainer.data.records import SkipLog
+from trainer.data.sources import open_source
 
 GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
 LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
@@ -189,6 +191,19 @@ def test_lines_too_long_for_memory_are_left_out(files: DataConfig, name: str, mo
         assert count(result) == len(GOOD) and result.left_out == (skipped,)
     else:
         assert count(result) == 3 * len(GOOD) and skipped.first == f"line {len(GOOD) + 1}"
+
+
+def test_a_line_too_long_is_no_part_of_the_tokenizers_sample(
+    files: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("records", "sources"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000)
+        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
+    long = json.dumps({"text": "long " * 2000}).encode()
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([long, *GOOD]))
+    reader, log = open_source(source_configs(files)[0], 0.2), SkipLog(strict=False)
+    texts = [piece.text for block in reader.sample(3000, log) for piece in block.pieces(0.2, log)]
+    assert texts and texts == [json.loads(line)["text"] for line in GOOD[: len(texts)]]
 
 
 def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:
