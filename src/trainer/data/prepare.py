@@ -42,7 +42,7 @@ from trainer.data.tokenizer import check_end_of_text, file_hash, load_tokenizer,
 from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
-from trainer.files import replace_file
+from trainer.files import FULL, replace_file
 from trainer.launch.device import host_cpus
 
 WEIGHED = "by training text"  # what weights count: part of the key of a mix
@@ -95,9 +95,10 @@ def find_or_build(
             kept = any(_partial(place).glob("done-*.json"))
             if not kept:
                 shutil.rmtree(_partial(place), ignore_errors=True)
+            fix = "free space there" if error.errno in FULL else "correct that"
             raise UserError(
-                f"{setting}: {place.name} cannot be written ({error.strerror or error}): free space "
-                f"there{', and it continues where it stopped' * kept}, or set another folder"
+                f"{setting}: {place.name} cannot be written ({error.strerror or error}): {fix}"
+                f"{', and it continues where it stopped' * kept}, or set another folder"
             ) from error
         finally:
             lock.release()

@@ -81,7 +81,11 @@ class _Worker:
         command = [sys.executable, "-m", "trainer.data.worker"]
         # a session of its own: Ctrl-C goes only to the first process, which decides
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        except OSError as error:
+            why = f"a process cannot be started ({error.strerror})"
+            raise RunError(f"data.workers: {why}: set fewer, or raise the limits of processes and files") from error
         self._send(packing)
 
     def _send(self, what: object) -> None:

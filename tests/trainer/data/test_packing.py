@@ -1,5 +1,6 @@
 """Several processes, kills in between, any number of shards: always the same documents in the same order, once."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from run_folders import snapshot
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from precision.errors import RunError, UserError
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
 from trainer.data.bins import Shard
 from trainer.data.packing import PackedShard, Packer, Packing, PackJob
@@ -123,6 +125,20 @@ def test_a_process_starts_for_a_shard_not_for_each_core(make_data: MakeData, mon
     monkeypatch.setattr("trainer.data.workers._Worker", Inside)
     shards = prepare(make_data("one", workers=100, shard_mb=3), 512).train.shards
     assert 1 < len(started) <= len(shards) < 12
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_cache(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*command: object, **how: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("subprocess.Popen", refused)
+    with pytest.raises(RunError, match=r"^data\.workers: a process cannot be started \(Resource .*: set"):
+        prepare(make_data("one", workers=2), 512)
+    monkeypatch.setattr("trainer.data.packing.Packer.pack", refused)  # any other error of the system
+    with pytest.raises(UserError, match=r"cannot be written \(Resource .*\): correct that, or set"):
+        prepare(make_data("one", workers=1), 512)
 
 
 def test_a_mistake_that_a_worker_finds_ends_all_and_is_one_line(make_data: MakeData) -> None:
