@@ -302,7 +302,7 @@ class RowGroup:
             with parquet.ParquetFile(self.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
                 batches = file.iter_batches(1024, [self.index], [self.column], use_threads=False)
                 while row < end and (batch := next(batches, None)) is not None:
-                    values = as_bytes(batch.column(0)[: end - row])
+                    values = as_bytes(batch.column(self.column)[: end - row])
                     numbers = range(row, row + len(values))
                     yield from Rows(values, self.label, numbers).pieces(fraction, log)
                     row = numbers.stop

@@ -286,6 +286,16 @@ def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(file
         prepare(replace(lenient, text_column="body"), 512)
 
 
+def test_a_column_with_a_dot_in_its_name_is_not_one_within_another(files: DataConfig) -> None:
+    texts = [json.loads(line)["text"] for line in GOOD]
+    table = pyarrow.table({"a": [{"b": "nested"}] * len(GOOD), "a.b": texts})
+    parquet.write_table(table, folder(files) / "x.parquet")
+    result = prepare(replace(files, text_column="a.b"), 512)
+    assert sum(size for _, size in result.documents.values()) + result.validation.sidecar.num_text_bytes == sum(
+        len(text) for text in texts
+    )
+
+
 def test_a_damaged_file_that_is_the_only_one_is_named(files: DataConfig) -> None:
     (folder(files) / "x.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"no text to train a tokenizer on .*: x\.jsonl\.gz: cannot be unpacked: Not"):
