@@ -342,7 +342,8 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
             if stop is Stop.first_exhausted or len(ended) == len(readers):
                 return
             if not taken[source]:
-                raise UserError(f"{readers[source].part.key}: has no text to repeat")
+                part = readers[source].part
+                raise UserError(f"{part.key}.path={part.path}: has no text to repeat: leave it out of data.mix")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         if not (isinstance(block, UnsplitBlock | TextFile) and block.held_out):

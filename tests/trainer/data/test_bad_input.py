@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from trainer.config.data import Format, source_configs
+from trainer.config.data import Format, MixEntry, Stop, source_configs
 from trainer.data import DataConfig, Prepared, Source, prepare
 from trainer.data.compressed import unpack
 from trainer.data.records import SkipLog
@@ -314,6 +314,14 @@ def test_a_suffix_in_capitals_means_the_same(files: DataConfig) -> None:
     rows = "\n".join(["text", *(json.loads(line)["text"] + "!" for line in GOOD)])
     (folder(files) / "Y.CSV.ZST").write_bytes(zstandard.compress(rows.encode()))
     assert count(prepare(files, 512)) == 2 * len(GOOD)
+
+
+def test_a_source_without_text_cannot_be_repeated(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
+    (folder(files) / "y.csv").write_bytes(b"text,n\n,1\n,2\n")
+    mix = [MixEntry(name, 1.0, path=f"{files.path}/{name}.{kind}") for name, kind in (("x", "jsonl"), ("y", "csv"))]
+    with pytest.raises(ValueError, match=r"^data\.mix\[1\]\.path=.*y\.csv: has no text to repeat: leave it out"):
+        prepare(replace(files, path=None, mix=mix, stop=Stop.all_exhausted), 512)
 
 
 def test_nothing_held_out_is_reported(files: DataConfig) -> None:
