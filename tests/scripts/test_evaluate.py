@@ -100,11 +100,12 @@ def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) ->
     assert "bf16" not in done.stdout and "step_00000006" in done.stdout and "another one" not in done.stdout
 
 
-def test_an_imported_model_is_evaluated_as_it_is(runs: Path, run_python: Run, tmp_path: Path) -> None:
+def test_an_imported_model_is_evaluated_where_its_folder_is_now(runs: Path, run_python: Run, tmp_path: Path) -> None:
     run, here = runs / "fp32", tmp_path / "imported"
     export_run(run, tmp_path / "hf", ExportFormat.fp32)
     done = run_python(ROOT / "scripts" / "import_hf.py", tmp_path / "hf", here)
     assert done.returncode == 0, done.stderr
+    here = here.rename(tmp_path / "moved")
     own = open_run(run).config
     words = [f"data.{key}={getattr(own.data, key)}" for key in ("path", "glob", "cache_dir", "validation_fraction")]
     words += ["data.source=text", "trainer.sequence_length=24", "trainer.microbatch_size=4"]

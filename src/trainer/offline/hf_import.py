@@ -94,7 +94,7 @@ def import_hf(source: Path, out: Path, settings: Mapping[str, Any] | None = None
         checkpoint = made / "checkpoints" / checkpoint_name(0)
         checkpoint.mkdir(parents=True)
         has_tokenizer = TOKENIZER in copy_files(source, made)
-        config = None if settings is None else _config(settings, model, out / TOKENIZER if has_tokenizer else None, end)
+        config = None if settings is None else _config(settings, model, end)
         _write(checkpoint, folder, model, scaled, config)
         choice = made / "configs" / "model" / f"{CONFIG_NAME}.yaml"
         choice.parent.mkdir(parents=True)
@@ -103,12 +103,9 @@ def import_hf(source: Path, out: Path, settings: Mapping[str, Any] | None = None
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
 
 
-def _config(
-    settings: Mapping[str, Any], model: ModelConfig, tokenizer: Path | None, end_of_text: str | None
-) -> dict[str, Any]:
+def _config(settings: Mapping[str, Any], model: ModelConfig, end_of_text: str | None) -> dict[str, Any]:
     """Return settings with this model, in sequences of up to 4,096 tokens."""
-    data: dict[str, Any] = {} if tokenizer is None else {"tokenizer": str(tokenizer.resolve())}
-    data |= {} if end_of_text is None else {"end_of_text": end_of_text}
+    data: dict[str, Any] = {} if end_of_text is None else {"end_of_text": end_of_text}
     sizes = {"sequence_length": min(4096, model.max_position_embeddings), "global_batch_size": 1, "microbatch_size": 1}
     sections = {"model": plain_model(model), "data": settings["data"] | data, "trainer": settings["trainer"] | sizes}
     return {**settings, **sections}

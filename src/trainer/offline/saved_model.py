@@ -83,7 +83,10 @@ def open_run(
     """
     checkpoint, remarks = chosen_checkpoint(run, step)
     folder = checkpoint.parent.parent
-    tree = with_overrides(config_at(folder, checkpoint_step(checkpoint) or 0), overrides)
+    tree = config_at(folder, checkpoint_step(checkpoint) or 0)
+    if "source" in read_meta(checkpoint) and (own := folder / TOKENIZER).is_file():  # imported, and moved perhaps
+        tree["data"]["tokenizer"] = str(own)
+    tree = with_overrides(tree, overrides)
     tree["parallel"] |= ONE_PROCESS
     tree |= {} if precision is None else {"precision": dict(precision)}
     config = load(tree)
