@@ -15,6 +15,7 @@ from composed import tree_of
 from run_folders import snapshot
 from run_lines import metrics
 
+from precision.errors import UserError
 from trainer.data import DataConfig, Source, prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
 from trainer.offline.export import export_run
@@ -82,6 +83,14 @@ def test_the_length_of_a_sequence_is_that_of_the_checkpoints_phase(runs: Path) -
     phases = "trainer.phases=[{until: 4}, {sequence_length: 12}]"
     base = open_run(runs / "fp32").shape.length
     assert [open_run(runs / "fp32", step, [phases]).shape.length for step in (3, 6)] == [base, 12]
+
+
+def test_keys_change_the_recipe_that_precision_names(runs: Path) -> None:
+    precision = tree_of(["precision=fp8_block"])["precision"]
+    saved = open_run(runs / "fp32", None, ["precision.table.lm_head=fp8"], precision)
+    assert saved.plan.gemms["lm_head"].recipe.is_fp8
+    with pytest.raises(UserError, match=r"precision\.tabel=3: there is no such key"):
+        open_run(runs / "fp32", None, ["precision.tabel=3"], precision)
 
 
 def test_evaluate_prints_the_loss_of_each_source(runs: Path, run_python: Run) -> None:

@@ -77,7 +77,7 @@ def open_run(
     run: Path, step: int | None = None, overrides: Sequence[str] = (), precision: Mapping[str, Any] | None = None
 ) -> Saved:
     """Open the model of a run folder, or of one of its checkpoints. step: of the checkpoint, None for the newest valid
-    one. overrides: KEY=VALUE of the config. precision: that section of the config, if not the run's.
+    one. precision: that section of the config, if not the run's. overrides: KEY=VALUE of the config, and of precision.
 
     Raises UserError, one line, for errors that the user can correct.
     """
@@ -86,9 +86,9 @@ def open_run(
     tree = config_at(folder, checkpoint_step(checkpoint) or 0)
     if "source" in read_meta(checkpoint) and (own := folder / TOKENIZER).is_file():  # imported, and moved perhaps
         tree["data"]["tokenizer"] = str(own)
+    tree |= {} if precision is None else {"precision": dict(precision)}
     tree = with_overrides(tree, overrides)
     tree["parallel"] |= ONE_PROCESS
-    tree |= {} if precision is None else {"precision": dict(precision)}
     config = load(tree)
     check_sizes(config)
     device = pick_device(config.trainer.device)
