@@ -162,10 +162,17 @@ class _Channel:
             self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not reported")
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows 303 alone, the answer to a POST that was taken: after the others a GET, without the notice, follows."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        return super().redirect_request(req, fp, code, msg, headers, newurl) if code == 303 else None
+
+
 def _post(url: str, notice: Notice) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "octet"}
     request = urllib.request.Request(url, json.dumps(notice, default=str).encode(), headers, method="POST")
-    with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
+    with urllib.request.build_opener(_Redirects).open(request, timeout=WEBHOOK_SECONDS):
         pass
 
 

@@ -41,6 +41,11 @@ class Server:
                 outer.answers.wait(60)
                 outer.got.append(json.loads(body))
                 self.send_response(outer.status)
+                self.send_header("Location", "/elsewhere")  # of a redirect
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -109,6 +114,16 @@ def test_a_webhook_that_does_not_work_is_reported_once(
     server.answers.set()
     (warning,) = warned
     assert warning.startswith("health.alerts.webhook (127.0.0.1) failed: ") and "secret" not in warning
+
+
+@pytest.mark.parametrize(("status", "fails"), [(301, True), (302, True), (303, False), (308, True)])
+def test_a_redirect_that_loses_the_notice_is_reported(server: Server, status: int, fails: bool) -> None:
+    warned: list[str] = []
+    server.status = status
+    notifier = Notifier(server.url, None, Path("runs/first"), warned.append)
+    notifier.send(EVENT)
+    notifier.close()
+    assert bool(warned) is fails and all(f"HTTP Error {status}" in text for text in warned)
 
 
 @pytest.mark.parametrize(
