@@ -15,6 +15,7 @@ import torch
 
 from models import DeepSeek
 from models.generate import Sampling, generate
+from models.hf import to_hf_config
 from precision import Plan, bind
 from precision.errors import RunError, UserError
 from precision.hardware import detect
@@ -98,10 +99,12 @@ def ending(summary: Summary, run: "Run", launch: Launch) -> str:
     if run.config.eval.sample and launch.size == 1:
         text = sample(run, run.config.eval.sample).splitlines()
         lines += ["It writes (eval.sample):", *(f"    {line}" for line in text), ""]
-    lines += [
-        f"{what:<18} {command}"
-        for what, command in next_commands(summary.folder, run.config.trainer, summary.step, launch)
-    ]
+    commands = dict(next_commands(summary.folder, run.config.trainer, summary.step, launch))
+    try:
+        to_hf_config(replace(run.config.model, num_mtp_layers=0))
+    except UserError:  # transformers has no such model: the command would be refused
+        del commands["export it"]
+    lines += [f"{what:<18} {command}" for what, command in commands.items()]
     return "\n".join(lines)
 
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from models.generate import Sampling, generate
+from trainer.build import Run
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
 from trainer.launch.launcher import Launch
@@ -63,6 +66,12 @@ def test_the_commands_are_found_from_any_folder(
     for launch in (ALONE, Launch(size=2, local_size=2)):
         for _, command in next_commands(Path("runs/a"), length, 6, launch):
             assert Path(shlex.split(command)[1]).is_file(), command
+
+
+def test_a_run_whose_model_transformers_does_not_have_ends_without_its_export(config: Configs) -> None:
+    for model, exports in (("deepseek_tiny", True), ("fog_mla_tiny", False)):
+        run = cast(Run, SimpleNamespace(config=config(f"model={model}", "eval.sample=0")))
+        assert ("scripts/export_hf.py" in ending(summary("x", 3.5), run, ALONE)) is exports
 
 
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
