@@ -24,6 +24,7 @@ import shlex
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class Run:
         path = self.path / TOKENIZER
         return path.read_bytes() if path.is_file() else b""
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         return max(step for values in self.series.values() for step in values)
 

@@ -199,6 +199,17 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> N
     assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
 
 
+def test_a_long_run_is_compared_in_seconds(runs: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    rewritten(runs / "bf16", long, lambda line: line)
+    lines = (json.dumps({"step": step, "loss/lm": 3.0, "optim/lr": 0.1}) for step in range(1, 50_001))
+    (long / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    script = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "bf16", str(long), "--no-plots"]
+    limited = ["bash", "-c", 'ulimit -t 30; exec "$@"', "bash", *script]  # of CPU time: twenty times what it takes
+    done = subprocess.run(limited, cwd=runs, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "50,000 of 6" in done.stdout, done.stderr
+
+
 def test_data_that_a_rewind_left_out_is_mentioned(runs: Path, tmp_path: Path, compare: Run) -> None:
     rewritten(runs / "bf16", tmp_path / "back", lambda line: line | {"recovery/rewinds": 2})
     done = compare(runs, "bf16", str(tmp_path / "back"), "--no-plots")
