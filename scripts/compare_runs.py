@@ -20,6 +20,7 @@ is shaded).
 
 import importlib.util
 import io
+import math
 import shlex
 import statistics
 import sys
@@ -158,7 +159,7 @@ def read_run(path: Path) -> Run:
             series = {key: {at: old for at, old in curve.items() if at < step} for key, curve in series.items()}
         before_it = step
         for key, value in values.items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and math.isfinite(value):
                 series.setdefault(key, {})[step] = value
     if not series.get(TRAIN):
         state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
@@ -353,7 +354,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     save(figure, paths[0])
 
     title = "Loss against the first run: training (line), validation (marks)"
-    figure, axes = canvas(f"difference to {runs[0].label}, %", title)
+    figure, axes = canvas(f"difference to {as_text(runs[0].label)}, %", title)
     axes.axhline(0, color=COLOURS[0], linewidth=1)
     gaps = [abs(gap) for a, b in twins(runs) if (gap := percent(b.last(), a.last())) is not None]
     if gaps:
@@ -397,12 +398,17 @@ def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
+def as_text(label: str) -> str:
+    """Escape the dollars of a label, between which matplotlib reads formulas."""
+    return label.replace("$", r"\$")
+
+
 def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, float], dots: dict[int, float]) -> None:
     """Plot one run's line and dots. A run of another seed is grey: only its distance matters."""
     noise = is_noise(run, runs)
     colour = "0.55" if noise else COLOURS[number % len(COLOURS)]
     dashes = "-" if noise else DASHES[number // len(COLOURS) % len(DASHES)]
-    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label)
+    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=as_text(run.label))
     marker = MARKERS[number % len(MARKERS)]
     axes.plot(list(dots), list(dots.values()), marker, color=colour, markersize=5.5, markerfacecolor="none")
 
