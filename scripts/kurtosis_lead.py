@@ -19,6 +19,7 @@ An alert of a run that did not diverge is a false alarm.
 import math
 import statistics
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -110,9 +111,10 @@ def series(folder: Path) -> dict[str, Series]:
 def divergence(run: dict[str, Series]) -> int | None:
     """Return the step of divergence; see the module docstring."""
     loss = sorted(run.get("loss/lm", {}).items())
+    steps, values = [step for step, _ in loss], [value for _, value in loss]
     for i, (step, value) in enumerate(loss):
-        lowest = min((v for s, v in loss[: i + 1] if s > step - OVER), default=value)
-        later = [v for s, v in loss[i:] if s <= step + BACK]
+        lowest = min(values[bisect_right(steps, step - OVER) : i + 1])
+        later = values[i : bisect_right(steps, step + BACK)]
         known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it is certain
         if known and value > lowest + RISE and min(later) > lowest + RISE:
             return step

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,3 +60,13 @@ def test_mistakes_are_refused(tmp_path: Path, run_python: Run) -> None:
     twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
     assert f"{tmp_path / 'none' / 'metrics.jsonl'}: no such file" in lead(run_python, tmp_path / "none", "--twin", twin)
     assert "give a ratio above 1" in lead(run_python, twin, "--twin", twin, "--ratio", "1")
+
+
+def test_a_long_run_is_read_in_seconds(tmp_path: Path) -> None:
+    line = '{"step": %d, "loss/lm": 3.0, "act/kurtosis_qkv": 4.0}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(line % step for step in range(1, 60_001)))
+    (tmp_path / "events.jsonl").touch()
+    script = [sys.executable, str(ROOT / "scripts" / "kurtosis_lead.py"), str(tmp_path), "--twin", str(tmp_path)]
+    limited = ["bash", "-c", 'ulimit -t 20; exec "$@"', "bash", *script]  # of CPU time: twenty times what it takes
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("divergence           none"), done.stderr
