@@ -15,6 +15,7 @@ Only numbers are sent. W&B's history only grows: steps that run again, after a r
 import contextlib
 import queue
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -89,7 +90,8 @@ class WandbTracker:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._alarm(
-                f"W&B has not taken everything in {CLOSE_SECONDS:.0f} s; `wandb sync {self._place}/*run-*` will"
+                f"W&B has not taken everything in {CLOSE_SECONDS:.0f} s; "
+                f"`wandb sync {shlex.quote(str(self._place))}/*run-*` will"
             )
         self._over = True
 
@@ -142,7 +144,8 @@ class WandbTracker:
             return run
         run.define_metric("*", step_metric="step")
         self._place = Path(run.dir).parents[1]
-        where = run.url if mode == "online" else f"offline; `wandb sync {Path(run.dir).parent}` uploads it"
+        folder = shlex.quote(str(Path(run.dir).parent))
+        where = run.url if mode == "online" else f"offline; `wandb sync {folder}` uploads it"
         self._say(f"W&B run {run.id}: {where}")
         return run
 

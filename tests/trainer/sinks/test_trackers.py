@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,14 @@ def offline_runs(run: RunFolder) -> list[str]:
 
 @pytest.mark.usefixtures("no_key")
 def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunFolder, screen: Screen) -> None:
+    run.path = run.path.rename(run.path.with_name("my run"))
     with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:
         assert sinks.state_dict()["wandb_id"] is None
         sinks.metrics(METRICS)
         state = json.loads(json.dumps(sinks.state_dict()))
-    assert "offline; `wandb sync " in screen.text and offline_runs(run) == [state["wandb_id"]]
+    command = screen.text.partition("offline; `")[2].partition("`")[0]
+    assert Path(shlex.split(command)[2]).is_dir() and command.startswith("wandb sync ")
+    assert offline_runs(run) == [state["wandb_id"]]
 
     with Sinks(settings(), run, 200, screen.console) as sinks:  # resumed without W&B: the id is not forgotten
         sinks.load_state_dict(state)
