@@ -164,7 +164,7 @@ function drawHead() {
     el("p", { class: "sub" }, "Octet training run", several ? "s" : "", document.body.dataset.live === "true" ? "" : `, as of ${made} UTC`),
     el("table", { class: "runs" }, el("thead", {}, head), el("tbody", {}, ...rows)),
     view.remark ? el("p", { class: "remark" }, view.remark) : "",
-    several ? differences() : "",
+    several && view.differences ? differences() : "",
   );
 }
 

@@ -120,13 +120,15 @@ def remark(runs: Sequence[Run]) -> str:
     return ""
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the config keys in which the runs differ, with each run's value as text ("" if absent). Keys about a run's
-    location are left out; of secrets only the fact that they differ is shown."""
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]] | None:
+    """Return the config keys in which the runs differ, with each run's value as text ("" if absent); None if a run has
+    no config. Keys about a run's location are left out; of secrets only the fact that they differ is shown."""
+    if not all(run.config for run in runs):
+        return None
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []
-    for key in keys if all(run.config for run in runs) else ():
+    for key in keys:
         values = [json.dumps(config[key]) if key in config else "" for config in configs]
         if len(set(values)) > 1 and not key.startswith("run."):
             rows.append((key, [HIDDEN if value and is_secret(key) else value.strip('"')[:MESSAGE] for value in values]))

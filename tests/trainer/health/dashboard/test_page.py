@@ -121,6 +121,8 @@ def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> 
     assert "trainer.seed" in data["remark"]
     expected = [("trainer.seed", ["1", "2"]), ("hub_token", ["(not shown)"] * 2), ("new", ["", "x"])]
     assert data["differences"] == expected
+    runs[0].config = {}
+    assert payload([runs[0], opened(other)])["differences"] is None  # not known: the page does not say that none differ
 
 
 def test_the_head_of_the_page_shows_the_run(long_run: Run) -> None:
