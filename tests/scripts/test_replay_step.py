@@ -119,7 +119,8 @@ def test_within_documents_both_passes_weigh_multi_token_prediction_as_the_step_d
 
 
 def test_from_the_start_and_with_other_keys(run: Path) -> None:
-    done = again(find(run, 2, 10), "precision.scaling.margin=1", "trainer.microbatch_size=4", against="fp32")
+    keys = "precision.scaling.margin=1", "trainer.microbatch_size=4", "health.shadow_every=2"
+    done = again(find(run, 2, 10), *keys, against="fp32")
     assert done.target.checkpoint is None and done.microbatches == 1
     for loss in (done.ours.loss, logged(run, 2)["loss/total"]):
         assert 0 < abs(loss - done.theirs.loss) < largest_change(done)
