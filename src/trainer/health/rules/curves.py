@@ -158,7 +158,8 @@ class ShadowLossGap(_Shadow):
         message = (
             f"loss is {metrics['shadow/loss_gap']:.3g} nats above BF16's from the same weights, "
             f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs accuracy; "
-            "look at the casts' errors in tensors.jsonl, or resume in BF16 (+recipe=bf16 run.resume=auto)"
+            "look at the casts' errors in tensors.jsonl, or resume in BF16 "
+            "(+recipe=bf16 health.shadow_every=0 run.resume=auto)"
         )
         return Alert(self.name, step, message, value, self._threshold)
 

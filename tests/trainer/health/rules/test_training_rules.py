@@ -129,7 +129,7 @@ CASES: list[tuple[str, Callable, int, str, str | None]] = [
     ("underflown", share("underflown", 0.9), 0, r"90 % of layers\.3\.attn\.o becomes zero .*fp8_block", "attn.o"),
     ("kurtosis_power", kurtosis(6.0), 1000, r"FFN.* of layers\.3 is .* grew .*-fold since step", "layers.3:"),
     ("max_logit", logits, 20, r"logit of layers\.3 is 300 .*optim\.qk_clip=100", "layers.3"),
-    ("shadow_loss_gap", gap, 100, r"0\.05 nats above BF16's .* 2(\.\d)? % of it", None),
+    ("shadow_loss_gap", gap, 100, r"0\.05 nats above BF16's .* 2(\.\d)? % of it.*bf16 health.shadow_every=0", None),
     ("shadow_cosine", cosine, 100, r"layers\.3\.attn\.o to BF16's is 0\.5", "attn.o"),
     ("expert_load", load, 90, r"fullest expert of layers\.3 gets 20 times the mean", "layers.3"),
     ("expert_entropy", entropy, 90, r"load of layers\.3 is 0\.4 of an even one's", "layers.3"),
