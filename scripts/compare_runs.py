@@ -343,6 +343,8 @@ def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]
 def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     """Write the two figures and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        run.label = run.label.replace("$", r"\$")  # between dollars matplotlib reads formulas
     paths = [out / "loss.png", out / "difference.png"]
     figure, axes = canvas("loss, nats per token", f"Training loss (mean over {smooth} steps), validation loss (marks)")
     for i, run in enumerate(runs):
@@ -354,7 +356,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     save(figure, paths[0])
 
     title = "Loss against the first run: training (line), validation (marks)"
-    figure, axes = canvas(f"difference to {as_text(runs[0].label)}, %", title)
+    figure, axes = canvas(f"difference to {runs[0].label}, %", title)
     axes.axhline(0, color=COLOURS[0], linewidth=1)
     gaps = [abs(gap) for a, b in twins(runs) if (gap := percent(b.last(), a.last())) is not None]
     if gaps:
@@ -398,17 +400,12 @@ def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def as_text(label: str) -> str:
-    """Escape the dollars of a label, between which matplotlib reads formulas."""
-    return label.replace("$", r"\$")
-
-
 def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, float], dots: dict[int, float]) -> None:
     """Plot one run's line and dots. A run of another seed is grey: only its distance matters."""
     noise = is_noise(run, runs)
     colour = "0.55" if noise else COLOURS[number % len(COLOURS)]
     dashes = "-" if noise else DASHES[number // len(COLOURS) % len(DASHES)]
-    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=as_text(run.label))
+    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label)
     marker = MARKERS[number % len(MARKERS)]
     axes.plot(list(dots), list(dots.values()), marker, color=colour, markersize=5.5, markerfacecolor="none")
 
