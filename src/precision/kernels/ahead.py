@@ -2,7 +2,7 @@
 
 While torch.compile traces a block it calls operators on fake tensors, seconds before the block runs. At the first call
 with some shapes an operator's own function runs on fake tensors, too, and Triton's hook for asynchronous compilation
-sends what it would launch to `compile_server`, whose processes fill Triton's cache. A later launch finds its kernel
+sends what it would launch to `compile_server`, and its processes fill Triton's cache. A later launch finds its kernel
 there, or compiles it. So such a function must keep no tensor between calls.
 
 Threads would be simpler, but CPython 3.11 and 3.12 fail at times where two of them parse Python, which Triton does
