@@ -5,8 +5,8 @@ with some shapes an operator's own function runs on fake tensors, too, and Trito
 sends what it would launch to `compile_server`, and its processes fill Triton's cache. A later launch finds its kernel
 there, or compiles it. So such a function must keep no tensor between calls.
 
-Threads would be simpler, but CPython 3.11 and 3.12 fail at times where two of them parse Python, which Triton does
-("AST constructor recursion depth mismatch").
+Threads would be simpler, but CPython 3.11 failed where two of them parsed Python, which Triton does ("AST constructor
+recursion depth mismatch").
 """
 
 import hashlib
