@@ -46,11 +46,18 @@ def titles(browser: Browser) -> list[str]:
     return browser.run(f"{heads}.map((one) => one.firstChild.data)")
 
 
+def drawn(browser: Browser, title: str) -> str:
+    """JavaScript for a chart. It is waited for: the observer of what is on the screen may report after a frame."""
+    panel = PANEL.format(title)
+    browser.until(f"{panel}.onScreen && !view.panels.some((one) => one.onScreen && one.stale)")
+    return panel
+
+
 def middle(browser: Browser, title: str, across: float = 0.5, down: float = 0.5) -> tuple[float, float]:
     """A place in a chart, which is scrolled to and drawn."""
-    panel = PANEL.format(title)
     pause = f"new Promise((done) => setTimeout(() => {DRAWN}, 100))"
-    browser.run(f"({panel}.element.scrollIntoView({{block: 'center'}}), {pause})")
+    browser.run(f"({PANEL.format(title)}.element.scrollIntoView({{block: 'center'}}), {pause})")
+    panel = drawn(browser, title)
     corner = f"{panel}.overlay.getBoundingClientRect()"
     box = f"[{corner}.left + one.left, {corner}.top + one.top, one.plotWidth, one.plotHeight]"
     left, top, width, height = browser.run(f"((one) => {box})({panel})")
@@ -100,7 +107,7 @@ def test_a_run_of_thousands_of_steps_opens_about_as_fast_as_one_of_forty(
 def test_cursor_and_zoom_of_all_charts_together(browser: Browser, pages: Path) -> None:
     browser.show(1400, 900)
     browser.open((pages / "one.html").as_uri())
-    value = "[...view.panels.find((one) => one.spec.title === 'Gradient norm').chips.values()][0].textContent"
+    value = f"[...{drawn(browser, 'Gradient norm')}.chips.values()][0].textContent"
     at_rest = browser.run(value)
     x, y = middle(browser, "Loss")
     browser.mouse("mouseMoved", x, y)
