@@ -89,19 +89,25 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
         if state == "foreign" or (state == "run" and resume == "never"):
             raise exists_already(path, state)
         return path, None
-    target = as_given(Path(resume))
-    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
-    path = target if checkpoint is None else checkpoint.parent.parent
-    _check_config(path, f"run.resume={resume}")
-    if not target.is_dir() or state_of(path) != "run":
-        raise UserError(
-            f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
-        )
+    path, checkpoint = named_by(resume)
     if name is not None and (parent / name).resolve() != path.resolve():
         key, value = ("run.name", name) if name != path.absolute().name else ("run.dir", parent)
         raise UserError(
             f"{key}={value}: run.resume={resume} continues in {path}; leave {key} out, "
             "or start a new run from its weights with run.init_from"
+        )
+    return path, checkpoint
+
+
+def named_by(resume: str) -> tuple[Path, Path | None]:
+    """Return the run folder that a path in `run.resume` names, and the checkpoint if it names one."""
+    target = as_given(Path(resume))
+    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
+    path = target if checkpoint is None else checkpoint.parent.parent
+    _check_config(path, f"run.resume={resume}")
+    if not os.path.isdir(target) or not os.path.isfile(path / CONFIG):
+        raise UserError(
+            f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
         )
     return path, checkpoint
 

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from precision.errors import UserError
-from trainer.checkpoint import DamagedCheckpoint, as_given, checkpoint_step, list_checkpoints, read_meta
+from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, read_meta
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config.paths import NO_PATHS
 from trainer.config_diff import HIDDEN, read_yaml
 from trainer.digests import accepting, read_stamped
 from trainer.launch.saved_config import OF_ONE_START, OwnSettings
-from trainer.run.location import state_of
+from trainer.run.location import named_by, state_of
 from trainer.run.names import CHECKPOINTS, CONFIG
 
 _ELSE = "start it with all its settings under another run.name"
@@ -56,12 +56,11 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
 
 
 def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, str | None]:
-    """Return the run folder that a command line may mean to resume, and its `run.resume`. Does not check them: opening
-    the folder does."""
+    """Return the run folder that a command line may mean to resume, and its `run.resume`. A path has to name a run; a
+    name is checked when the folder is opened."""
     resume = "auto" if restarted else run.get("resume")
     if isinstance(resume, str) and resume not in NO_PATHS:
-        path = as_given(Path(resume))
-        folder = _with_name(path.parent.parent if checkpoint_step(path) is not None else path)
+        folder = _with_name(named_by(resume)[0])
     else:
         if resume not in (None, "auto") or run.get("name") is None:
             return None, None

@@ -13,9 +13,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
 
 import trainer.trainer
 from trainer.config import Config
+from trainer.config.paths import kept_tree
+from trainer.digests import stamped
 from trainer.launch.command_line import guarded
 from trainer.launch.world import World
 from trainer.sinks import Summary
@@ -252,6 +255,9 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
 
 
 def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
+    assert call("run.name=x") == 0
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/config.yaml").write_text(stamped(yaml.safe_dump(kept_tree(recorder.runs.pop()[0]))))
     assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
     assert "run.resume=runs/x: 2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert call("-m", "run.resume=runs/x,./runs/x/") == 2

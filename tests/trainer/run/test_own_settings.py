@@ -78,6 +78,7 @@ def test_a_resumption_needs_no_key_a_second_time(typed: Callable[..., Job], tmp_
     assert config.debug.inject is None, "a fault is one start's"
     assert line(job) == "settings of runs/a; changed here: trainer.max_steps 270 -> 20"
     assert job.overrides == [*RESUME, "trainer.max_steps=20"]
+    Path("runs/a", CHECKPOINTS, "step_00000003").mkdir(parents=True)
     for place in (f"run.resume={tmp_path}/runs/a", "run.resume=runs/a/checkpoints/step_00000003"):
         assert settings(load(typed(place).tree)) == settings(config)
     (tmp_path / "runs").rename(tmp_path / "moved")
@@ -159,10 +160,17 @@ def test_from_run_starts_another_with_the_same_settings(typed: Callable[..., Job
 def test_a_run_is_named_from_inside_its_folder(typed: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Path("runs").resolve()
     monkeypatch.chdir(runs / "a")
+    Path(CHECKPOINTS).mkdir()
     for words in (("run.resume=.",), ("run.resume=checkpoints/..",)):
         run = load(typed(*words).tree).run
         assert (run.name, run.dir) == ("a", str(runs))
     assert load(typed("--from-run=.", "run.name=b").tree).run.dir == str(runs)
+
+
+def test_a_mistyped_path_is_refused_before_any_program_takes_the_defaults(typed: Callable[..., Job]) -> None:
+    for wrong in ("runs", "runs/b", "runs/a/checkpoints/step_00000003", "atuo"):
+        with pytest.raises(UserError, match=f"run.resume={wrong}: must be never, auto, or the path of a run"):
+            typed(f"run.resume={wrong}")
 
 
 @pytest.mark.parametrize("name", ["2026_01_02", "1e5", "nan", "007", "-1", "1.50"])
