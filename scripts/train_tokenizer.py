@@ -46,6 +46,8 @@ def run() -> None:
     if len(jobs) > 1:
         raise UserError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")
     config = load(jobs[0].tree)
+    if config.data.tokenizer is not None:
+        raise UserError(f"data.tokenizer={config.data.tokenizer}: a new one is trained; set data.tokenizer=null")
     wanted = own.vocab_size or config.model.vocab_size
     with bars() as show:
         tokenizer = new_tokenizer(config.data, wanted, show)

@@ -51,7 +51,7 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
         note("model.init_std", f"{m.init_std:g}", what)
     if 2 * warmup > steps > 1:
         about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(steps // 100, 1)}"
-        what = "the run ends before the warm-up" if warmup >= steps else "more than half of the run"
+        what = "the whole run" if warmup >= steps else "more than half of the run"
         note("optim.warmup_steps", o.warmup_steps, f"{what}, {key}={size}; {about}")
     equal = math.log(t.sequence_length)
     if o.qk_clip is not None and o.qk_clip <= equal:

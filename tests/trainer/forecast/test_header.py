@@ -70,7 +70,7 @@ def test_nothing_is_unusual_about_a_sensible_run() -> None:
         ("optim.lr=1e-2", None, None, "optim.lr=0.01: "),
         ("optim.lr=1e-6", None, None, "optim.lr=1e-06: "),
         ("model.init_std=0.006", None, None, "model.init_std=0.006: small for 768 features; 1 / sqrt(features), 0.036"),
-        ("trainer.max_steps=400", None, None, "optim.warmup_steps=500: the run ends before the warm-up"),
+        ("trainer.max_steps=400", None, None, "optim.warmup_steps=500: the whole run"),
         ("trainer.max_steps=900", None, None, "optim.warmup_steps=500: more than half of the run"),
         ("optim.qk_clip=8", None, None, "optim.qk_clip=8: log-sum-exps of equal scores over 4,096 positions reach 8.3"),
         ("trainer.max_steps=501", None, None, "trainer.max_steps=501: 262,668,288 tokens for"),
