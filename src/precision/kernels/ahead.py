@@ -87,7 +87,7 @@ class _Ahead:
         if key in self._kernels or folder.get_group(f"{source.name[:150]}.json"):
             return
         self._kernels.add(key)
-        if self._server is None:
+        if self._server is None or self._server.poll() is not None:  # not started yet, or ended idle
             self._server = _serve()
         assert self._server.stdin is not None
         Jobs(job := io.BytesIO()).dump((source, known["target"], known["options"].__dict__))

@@ -1,7 +1,8 @@
 """Compiles kernels for `ahead`, several at once:  python -m precision.kernels.compile_server
 
-Reads jobs from standard input until it ends, and forks a process for each, which writes Triton's cache: the kernel, and
-its launcher, which Triton has compiled in C. It imports everything once and never uses the GPU.
+Reads jobs from standard input, until it ends or none comes for two minutes, and forks a process for each, which writes
+Triton's cache: the kernel, and its launcher, which Triton has compiled in C. It imports everything once and never uses
+the GPU.
 """
 
 import importlib
@@ -20,6 +21,7 @@ from triton.runtime import driver
 from precision import kernels
 
 PROCESSES = 16  # compile at once
+IDLE = 120  # seconds without a job end it: some 100s of MB of imports are not kept for weeks
 
 
 def main() -> None:
@@ -33,7 +35,9 @@ def main() -> None:
     running = 0
     with suppress(EOFError):
         while True:
+            signal.alarm(IDLE)  # which ends this process only, and not those that compile
             job = pickle.load(sys.stdin.buffer)
+            signal.alarm(0)
             if running == min(PROCESSES, os.cpu_count() or 1):
                 os.wait()
                 running -= 1

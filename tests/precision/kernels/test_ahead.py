@@ -37,14 +37,15 @@ def arguments(scale=1, amax=4):  # where they are in the arena: at multiples of 
     arena = torch.empty(8)
     return torch.empty(256, 256, dtype=torch.bfloat16), *(arena.as_strided((), (), i) for i in (scale, amax)), how
 
-with FakeTensorMode(), observe.sampling(lambda *_: print("shown")):
-    for _ in range(2):
-        ops.cast_transposed(*arguments())
-    ops.cast(*arguments())
-assert FakeTensor.data_ptr is torch.Tensor.data_ptr and compiled == []
-server = operators.on_trace._server
-server.stdin.close()
-assert server.wait() == 0
+servers = set()
+for operator in (ops.cast_transposed, ops.cast_transposed, ops.cast):
+    with FakeTensorMode(), observe.sampling(lambda *_: print("shown")):
+        operator(*arguments())
+    assert FakeTensor.data_ptr is torch.Tensor.data_ptr and compiled == []
+    servers.add(server := operators.on_trace._server)
+    server.stdin.close()
+    assert server.wait() == 0
+assert len(servers) == 2, "one that has ended is started again, for what is new"
 
 launch = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **more: launch(self, *args, grid=grid, warmup=True, **more)
