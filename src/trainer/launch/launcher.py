@@ -61,6 +61,11 @@ class Launch:
                 f"LOCAL_WORLD_SIZE={local_size}: processes of this machine, 1 to WORLD_SIZE={size}; start with "
                 "torchrun, which sets it"
             )
+        if local_rank >= local_size:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: ranks of this machine go from 0 to LOCAL_WORLD_SIZE-1={local_size - 1}; "
+                "start with torchrun, which sets both"
+            )
         port = _number(environment, "MASTER_PORT", 0 if size == 1 else None)
         if size > 1 and not 0 < port < 2**16:
             raise UserError(f"MASTER_PORT={port}: ports are 1 to 65535; start with torchrun, which sets it")

@@ -22,7 +22,7 @@ from precision.errors import UserError
 from trainer.launch.liveness.rank_group import RankGroup
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class World:
     """Monitors the liveness of the processes."""
     control: "ProcessGroup | None" = None
     """A separate gloo group for messages between hosts while the model's collectives run."""
-    store: "TCPStore | None" = None
+    store: "Store | None" = None
     timeout: float = TIMEOUT
     """Seconds that a collective waits for the others."""
 
@@ -154,11 +154,12 @@ class World:
 
         Unlike a collective it has no timeout: preparing a corpus may take long.
         """
-        key = f"ahead/{self.rank_group.launch.attempt}"  # torchrun's store outlives a restart
+        key, store = f"ahead/{self.rank_group.launch.attempt}", self.store  # torchrun's store outlives a restart
         if self.local_rank == 0:
             yield
-            self._set_flag(key)
-        self._await(key, range(0, self.size, self.local_size))
+        if store is not None:
+            store.add(key, self.local_size if self.local_rank == 0 else 0)
+            self._poll(lambda: store.add(key, 0) >= self.size)  # nodes may differ in their number of processes
         if self.local_rank != 0:
             yield
 
@@ -167,8 +168,14 @@ class World:
             self.store.set(f"{what}/{self.rank}", "1")
 
     def _await(self, what: str, ranks: Iterable[int]) -> None:
-        keys, pause = [f"{what}/{rank}" for rank in ranks], 0.01
-        while self.store is not None and not self.store.check(keys):
+        keys, store = [f"{what}/{rank}" for rank in ranks], self.store
+        if store is not None:
+            self._poll(lambda: store.check(keys))
+
+    @staticmethod
+    def _poll(done: Callable[[], bool]) -> None:
+        pause = 0.01
+        while not done():
             time.sleep(pause)
             pause = min(1.5 * pause, 1.0)  # thousands of ranks ask the one store
 
