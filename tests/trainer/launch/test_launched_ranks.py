@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 from run_lines import events, metrics
+from torch._C._distributed_c10d import HashStore
 
 from trainer.launch.launcher import Launch
 from trainer.launch.world import World
