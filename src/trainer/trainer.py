@@ -82,10 +82,9 @@ class Trainer:
                     evaluates = self.step < max_steps and timeline.due(self.step, config.eval.every)
                     with self._throughput.paused():
                         run.profiler.end(self.step)
-                        if saves or evaluates:
-                            self._review()
+                        if saves or evaluates or run.ladder.exhausted:
+                            self._review()  # of this step, too, where those before it exhausted the ladder
                         if run.ladder.exhausted:
-                            self._verdicts.clear()  # of a step after those that exhausted it: it goes with them
                             self.step = run.rewind(self.step)
                             continue
                         if evaluates:

@@ -47,6 +47,24 @@ def test_a_rewind_ends_with_the_bits_of_a_run_that_never_read_the_data(config: C
     assert names == [f"step_{step:08d}" for step in (3, 6, 9, 12, 13)], "step 9 is saved on the way back only"
 
 
+def test_a_streak_that_a_new_phase_finds_takes_the_step_after_it_along(config: Configs) -> None:
+    """On a GPU, where steps are reviewed at the next log, save or phase."""
+    phase = "trainer.phases=[{until: 9}, {mtp_loss_weight: 0}]"
+    keys = (*RUN, phase, "recovery.max_consecutive_skips=1", "checkpoint.every=6", "logging.every=13")
+    trainer = Trainer(config(*keys, BAD_DATA))
+    step, review = trainer._step, trainer._review
+
+    def as_on_a_gpu(tokens: Tensor) -> None:
+        trainer._review = lambda: None  # type: ignore[method-assign]
+        step(tokens)
+        trainer._review = review  # type: ignore[method-assign]
+
+    trainer._step = as_on_a_gpu  # type: ignore[method-assign]
+    run = trainer.train().folder
+    assert [line["windows"] for line in events(run, "rollback")] == [[[28, 40]]]
+    assert bitwise(run) == bitwise(without_the_bad_data(config(*keys, "run.name=whole")))
+
+
 def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
     """Neither what is left out, nor the lower learning rate, nor how often."""
     keys = (*RUN, BAD_DATA, "recovery.rewind.lr_factor=0.5", "recovery.rewind.lr_steps=3", "recovery.rewind.max=1")
