@@ -154,7 +154,7 @@ def _forward_kernel(
     q1, q2 = _heads(q + b * q_batch + h * q_head, m, q_row, S, D, D1, D2)
     acc = tl.zeros((M, DV), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    top = tl.full((M,), -1.0e38, tl.float32)  # finite, so that a block without a visible key adds nothing
+    top = tl.full((M,), -1.0e15, tl.float32)  # finite, also times scale, so that a block without a visible key adds 0
     for n0 in range(tl.load(start + at) // N * N, tl.minimum(at + M, S), N):
         n = n0 + tl.arange(0, N)
         s = _product(q1, q2, k, n, k_row, S, D, D1, D2)

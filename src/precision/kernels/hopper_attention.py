@@ -145,7 +145,7 @@ def _forward_rows(out, lse, sq1, sq2, sk1, sk2, sv, full_q, full_k, empty_k, ful
     none = gl.full([64, 128], 0.0, gl.float32, L)
     acc = none
     total = gl.full([64], 0.0, gl.float32, ROW)
-    top = gl.full([64], -1.0e38, gl.float32, ROW)
+    top = gl.full([64], -1.0e15, gl.float32, ROW)  # finite, also times scale
     a1 = sq1.slice(G * 64, 64)
     a2 = sq2.slice(G * 64, 64) if D > 128 else a1
     mbarrier.wait(full_q, 0)

@@ -105,6 +105,18 @@ def test_heads_that_are_not_normed_are_scaled(recipe: Recipe) -> None:
         assert error(found, true) <= 1.1 * error(reference, true) + 2.0**-8
 
 
+def test_large_logits_of_a_second_document_are_finite(recipe: Recipe) -> None:
+    """Where its rows meet a whole block of the first one before their own keys."""
+    tensors = inputs(64, 0)
+    tensors[:2] = [(1000 * x.detach()).requires_grad_() for x in tensors[:2]]
+    places = torch.tensor([[0] * 40 + [40] * 24, [40] * 40 + [64] * 24])[:, None].expand(2, 2, 64).int()
+    mask = document_mask(places.contiguous(), torch.bfloat16, D, V)
+    (ours, _), (theirs, _) = cores(recipe("fp8_delayed"), None)
+    found, reference = run(ours, tensors, mask), run(theirs, tensors, mask)
+    assert all(torch.isfinite(x).all() for x in (*found, *reference))
+    torch.testing.assert_close(found[1], reference[1], rtol=2.0**-20, atol=0)
+
+
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_nonfinite_numbers_reach_an_amax(which: int, bad: float, recipe: Recipe) -> None:
