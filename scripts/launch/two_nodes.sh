@@ -3,7 +3,7 @@
 #     HEAD=node1:29500 scripts/launch/two_nodes.sh +recipe=fp8_delayed run.name=mine
 # HEAD       host and a free port of one of them, where they meet; all must reach it by this name
 # NODES      how many machines (default: 2)
-# PROCESSES  on each (default: the GPUs there are)
+# PROCESSES  on each (default: the GPUs there are, of those in CUDA_VISIBLE_DEVICES)
 # RESTARTS   how often a run that fails resumes by itself from its last checkpoint (default: 0; more needs run.name)
 # JOB        a name for the meeting (default: octet), if others meet at the same HEAD
 # parallel=fsdp is set where neither the arguments nor the run that they continue have a layout of several processes.
@@ -23,9 +23,14 @@ for name in NODES PROCESSES RESTARTS; do
     [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: not a whole number; give one, or leave it out"
 done
 nodes=${NODES:-2}
-processes=${PROCESSES:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
+gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
+if [[ -v CUDA_VISIBLE_DEVICES ]]; then
+    visible=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c '[^ ]' || true)
+    gpus=$((visible < gpus ? visible : gpus))
+fi
+processes=${PROCESSES:-$gpus}
 if ((processes == 0)); then
-    refuse "PROCESSES: there is no GPU here; set PROCESSES=2, say, to train on the CPU"
+    refuse "PROCESSES: there is no GPU here${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}; set PROCESSES=2, say, to train on the CPU"
 fi
 if ((nodes == 1)); then
     meeting=(--standalone)

@@ -332,6 +332,20 @@ def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path:
     assert (code, out) == (2, "") and err.startswith("octet: error: PROCESSES: there is no GPU here")
 
 
+def test_a_launch_script_starts_a_process_on_each_visible_gpu(tmp_path: Path, run: Run):
+    for name, text in (("nvidia-smi", "for n in 0 1 2 3; do echo GPU $n; done"), ("python", 'echo "$3"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "scripts" / "launch" / "two_nodes.sh"
+    shutil.copytree(Path(NODES).parent, script.parent)
+    place = {"NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for visible, count in (("2,3", 2), ("0", 1), ("0,1,-1,2", 2), ("0,1,2,3,4,5", 4)):
+        code, out, err = run([str(script)], tmp_path, **place, CUDA_VISIBLE_DEVICES=visible)
+        assert (code, out, err) == (0, f"--nproc_per_node={count}\n", "")
+    code, _, err = run([str(script)], tmp_path, **place, CUDA_VISIBLE_DEVICES="")
+    assert code == 2 and "there is no GPU here (CUDA_VISIBLE_DEVICES=); set PROCESSES=2" in err
+
+
 @pytest.mark.parametrize(
     ("place", "says"),
     [
