@@ -170,7 +170,7 @@ class GradFormat:
 
     @staticmethod
     def of(down: GroupedLinear, known: bool) -> "GradFormat | None":
-        """Return the format for experts token_PT second GEMM is `down`; None if its gradients are not FP8."""
+        """Return the format for experts with `down` as their second GEMM; None if its gradients are not FP8."""
         if down.grad_slot is None or down.te is not None:
             return None
         scale, amax = down.grad_slot.scale, down.grad_slot.amax

@@ -49,7 +49,7 @@ def _amax_kernel(x, scale_row, own, n, DELAYED: tl.constexpr, SIZE: tl.constexpr
     """Write the amax into `own`, unless the scale is known."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((SIZE,), tl.int32)
-        for part in range(tl.program_id(0), tl.cdiv(n, SIZE), tl.num_programs(0)):
+        for part in range(tl.program_id(0), (n - 1) // SIZE + 1, tl.num_programs(0)):
             i = tl.cast(part, tl.int64) * SIZE + tl.arange(0, SIZE)
             largest = tl.maximum(largest, abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)))
         tl.atomic_max(own, tl.max(largest, 0), sem="relaxed")

@@ -119,7 +119,7 @@ def _wgrad_kernel(
 def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, fast: bool = False) -> Tensor:
     """Multiply a [R, K] FP8 by b [E, N, K] FP8, contiguous; return [R, N] BF16.
 
-    scale_a, scale_b are inverse scales: TENSOR 0-d and [E] (or 0-d); ROW [R, 1] and [E, N] in any shape; BLOCK
+    scale_a, scale_b are inverse scales: TENSOR 0-d and [E]; ROW [R, 1] and [E, N] in any shape; BLOCK
     [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128].
     """
     (E, N, K), R = b.shape, a.shape[0]

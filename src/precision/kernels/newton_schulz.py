@@ -7,7 +7,7 @@ For matrices X [m, n], m <= n, with factors f (1 except in the first step), one 
     X = f (a X + B X)
 
 3 m^2 n + m^3 multiplications and additions instead of 4 m^2 n + 2 m^3, and no pass besides the products:
-`torch. baddbmm` copies the matrix that is added. f divides by the norm; the first products apply it, so X is read
+`torch.baddbmm` copies the matrix that is added. f divides by the norm; the first products apply it, so X is read
 unscaled.
 
 On Hopper, `hopper_triangle` handles matrices of whole tiles. The kernel here serves other GPUs, other shapes and

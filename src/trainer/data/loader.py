@@ -5,7 +5,7 @@ first input of the other, so that each token is a target exactly once an epoch (
 at the end). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i of the
 next batch; quotient and remainder are its epoch and its place in the epoch, and `order.permute` maps the place to a
 window. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W). A run that
-resumes on another number of processes, or with another batch size, continues where it stopped.
+resumes on another number of processes, or comes to a phase with another batch size, continues where it stopped.
 
 A run may change its sequence length (`trainer.phases`), which changes the windows. The numbers of a *section* of one
 length begin at a multiple of 2^48: the text is read from its start, in another order. The run's timeline sets batch and

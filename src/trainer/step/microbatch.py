@@ -94,7 +94,7 @@ class GraphedMicrobatch:
     """Runs microbatches as CUDA graphs; see the module docstring. Until `forget`, all microbatches have one shape and
     all steps one count.
 
-    must: if recording fails, raise UserError; else warn and continue eagerly.
+    must: if recording fails, raise UserError; else warn and continue eagerly, unless the step has begun (index > 0).
     """
 
     def __init__(self, model: DeepSeek, must: bool = True, loss_scale: LossScale | None = None):
