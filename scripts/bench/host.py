@@ -81,7 +81,7 @@ def fake_hopper() -> list[int]:
     setattr(CompiledKernel, "run", property(lambda kernel: launch))  # noqa: B010
     from precision.kernels import grouped_gemm
 
-    grouped_gemm._multiprocessors = lambda device: 132
+    grouped_gemm.multiprocessors = lambda device: 132
     return launches
 
 

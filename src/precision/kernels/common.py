@@ -218,6 +218,14 @@ def as_bf16(x):
 
 
 @triton.jit
+def round_to(x, to: tl.constexpr):
+    """Round FP32 to the type `to`, to nearest even (also in the interpreter, which truncates by default)."""
+    if const.ON_GPU or to != tl.bfloat16:
+        return x.to(to)
+    return as_bf16(x).to(to)
+
+
+@triton.jit
 def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
     """Cast FP32 with saturation, to nearest even; NaN stays NaN."""
     if const.ON_GPU:
@@ -276,3 +284,9 @@ def sigmoid(x):
             "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the programs of a kernel that visits its tiles with a constant stride: one a multiprocessor."""
+    return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,8 +18,6 @@ One program per multiprocessor visits tiles with a constant stride: none is laun
 and shorter programs were no faster, not even beside messages to other ranks (docs/benchmarks.md).
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from precision.kernels import const, hopper_gemm
-from precision.kernels.common import as_bf16
+from precision.kernels.common import multiprocessors, round_to
 from precision.kernels.route import Route
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -68,15 +66,6 @@ def _nt_kernel(
 
 
 @triton.jit
-def _rounded(x, to: tl.constexpr):
-    """Round FP32 to the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which truncates by
-    default)."""
-    if const.ON_GPU or to == tl.float32:
-        return x.to(to)
-    return as_bf16(x).to(to)
-
-
-@triton.jit
 def _wgrad_kernel(
     a, b, d, scale_a, scale_b, starts, ends,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr,
@@ -113,7 +102,7 @@ def _wgrad_kernel(
         if MODE == const.TENSOR or MODE == const.ROW:
             acc *= tl.load(scale_a) * tl.load(scale_b)
         at = d + (e * M + row[:, None]).to(tl.int64) * N + col[None, :]
-        tl.store(at, _rounded(acc, d.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
+        tl.store(at, round_to(acc, d.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
 def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, fast: bool = False) -> Tensor:
@@ -123,7 +112,7 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128].
     """
     (E, N, K), R = b.shape, a.shape[0]
-    grid = _multiprocessors(a.device)
+    grid = multiprocessors(a.device)
     if not const.INTERPRETED and R and R % 128 == 0:
         return hopper_gemm.nt(a, scale_a, b, scale_b, mode, to, grid, fast)
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
@@ -143,7 +132,7 @@ def nt_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
     (_, N, K), R = b.shape, a.shape[0]
     if const.INTERPRETED or not R or R % 128 or N % 8 or K % (8 if b.is_contiguous() else 64):
         return _grouped_mm(a, b.mT, offs=to.ends)
-    return hopper_gemm.nt(a, a, b, b, const.PLAIN.value, to, _multiprocessors(a.device), False)
+    return hopper_gemm.nt(a, a, b, b, const.PLAIN.value, to, multiprocessors(a.device), False)
 
 
 def wgrad(
@@ -154,7 +143,7 @@ def wgrad(
     0-d (TENSOR, ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK). PLAIN: see `wgrad_bf16`."""
     plain = mode == const.PLAIN.value
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
-    d, grid = torch.empty(E, M, N, device=a.device, dtype=out), _multiprocessors(a.device)
+    d, grid = torch.empty(E, M, N, device=a.device, dtype=out), multiprocessors(a.device)
     if not const.INTERPRETED and hopper_gemm.fits(M, N, mode):
         hopper_gemm.wgrad(a, scale_a, b, scale_b, mode, to, grid, fast, d)
         return d
@@ -173,8 +162,3 @@ def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32
     torch's grouped GEMM returns only BF16, and converting that to FP32 costs a quarter of the product.
     """
     return wgrad(a, a, b, b, const.PLAIN.value, to, out)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

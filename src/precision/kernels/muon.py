@@ -12,19 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels import const
-from precision.kernels.common import as_bf16, cdiv
+from precision.kernels.common import cdiv, round_to
 
 _TILE = 64  # rows and columns of a program
 _WARPS = 4
-
-
-@triton.jit
-def _rounded(x, to: tl.constexpr):
-    """Round FP32 to the type `to`, to nearest even (also in the interpreter, which truncates by default)."""
-    if const.ON_GPU or to != tl.bfloat16:
-        return x.to(to)
-    return as_bf16(x).to(to)
 
 
 @triton.jit
@@ -40,11 +31,11 @@ def _advance_kernel(
     at = matrix * apart + row.to(tl.int64) * width + column
     g = tl.load(gradient + at, mask=inside, other=0.0) * (1.0 / tl.load(divisor))
     m = mu * tl.load(momentum + at, mask=inside, other=0.0).to(tl.float32) + g
-    tl.store(momentum + at, _rounded(m, momentum.dtype.element_ty), mask=inside & tl.load(ok))
+    tl.store(momentum + at, round_to(m, momentum.dtype.element_ty), mask=inside & tl.load(ok))
     if NESTEROV:
         m = mu * m + g
     to = out + matrix * out_apart + row.to(tl.int64) * out_row + column.to(tl.int64) * out_column
-    tl.store(to, _rounded(m, out.dtype.element_ty), mask=inside)
+    tl.store(to, round_to(m, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from precision.kernels import const
-from precision.kernels.common import as_bf16
+from precision.kernels.common import multiprocessors, round_to
 
 FEWEST_ROWS = 256
 """Minimum number of rows: smaller matrices are a tile or two high, and a triangle of these is nearly all of them."""
@@ -40,13 +40,6 @@ class Cut:
     deep: int = 64
     stages: int = 4
     warps: int = 8
-
-
-@triton.jit
-def _rounded(x):
-    if const.ON_GPU:
-        return x.to(tl.bfloat16)
-    return as_bf16(x).to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=["tiles", "each"])
@@ -74,7 +67,7 @@ def _product_kernel(
         acc = acc * (alpha * f)
         if ADDS:
             acc += added.load([e, m, n]).reshape(BM, BN).to(tl.float32) * (beta * f)
-        value = _rounded(acc)
+        value = round_to(acc, tl.bfloat16)
         c.store([e, m, n], value.reshape(1, BM, BN))
         if SYMMETRIC:
             if m >= n + BN:  # a tile on the diagonal contains its own mirror image, with those beside it
@@ -104,12 +97,12 @@ def product(
         from precision.kernels import hopper_triangle
 
         table = tile_table(M, N, 128, 256, symmetric, device)
-        programs = min(_multiprocessors(device), E * len(table))
+        programs = min(multiprocessors(device), E * len(table))
         hopper_triangle.product(a, b, out, added, factors, alpha, beta, table, symmetric, programs)
         return
     cut = cut or Cut()
     table = tile_table(M, N, cut.rows, cut.columns, symmetric, device)
-    grid = min(_multiprocessors(device), E * len(table))
+    grid = min(multiprocessors(device), E * len(table))
     right = [1, cut.columns, cut.deep] if symmetric else [1, cut.deep, cut.columns]
     whole = TensorDescriptor.from_tensor(out, [1, cut.rows, cut.columns])
     _product_kernel[(grid,)](
@@ -149,8 +142,3 @@ def is_faster(m: int, n: int, device: torch.device) -> bool:
 def serves_hopper(device: torch.device) -> bool:
     """Return whether `hopper_triangle` runs here."""
     return not const.INTERPRETED and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

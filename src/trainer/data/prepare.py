@@ -42,7 +42,7 @@ from trainer.data.tokenizer import check_end_of_text, file_hash, load_tokenizer,
 from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
-from trainer.files import FULL, replace_file
+from trainer.files import FULL, replace_file, sync_folder
 from trainer.launch.device import host_cpus
 
 WEIGHED = "by training text"  # what weights count: part of the key of a mix
@@ -224,6 +224,7 @@ def _build(
         finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE, ends_early)
     tidy(partial)
     os.rename(partial, folder)
+    sync_folder(folder.parent)
 
 
 def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:

@@ -65,7 +65,7 @@ from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_
 from precision.kernels import fp8_attention, rotary, swiglu_blocks, topk_experts, weights
 from precision.kernels.common import Cast
 
-grouped_gemm._multiprocessors = newton_schulz._multiprocessors = lambda device: 132
+grouped_gemm.multiprocessors = newton_schulz.multiprocessors = lambda device: 132
 R, D, F, E = 1024, 2048, 1408, 2
 
 
