@@ -175,11 +175,12 @@ class Health:
 
 
 def load_statistics(load: Tensor) -> dict[str, Tensor]:
-    """Return load_max_over_mean and the entropy of the shares over ln E (1: even; 0: one expert has all), FP64 by
-    block. load: [blocks, E], tokens of each expert."""
+    """Return load_max_over_mean and the entropy of the shares over ln E (1: even; 0: one of several experts has all),
+    FP64 by block. load: [blocks, E], tokens of each expert."""
     count = load.double()
     share = count / count.sum(1, keepdim=True)
-    entropy = -torch.xlogy(share, share).sum(1) / math.log(max(load.shape[1], 2))
+    even = math.log(load.shape[1])  # 0: the only expert's share is always 1
+    entropy = torch.special.entr(share).sum(1) / even if even else share[:, 0]
     return {"load_max_over_mean": count.amax(1) / count.mean(1), "entropy": entropy}
 
 

@@ -211,7 +211,14 @@ def test_the_scale_of_the_heads_gradient_is_that_of_its_bound(config: Configs) -
 def test_entropy_of_loads() -> None:
     statistics = load_statistics(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
     torch.testing.assert_close(statistics["entropy"], torch.tensor([1.0, 0.0, 0.5]).double())
+    assert str(float(statistics["entropy"][1])) == "0.0", "an alert prints it"
     assert statistics["load_max_over_mean"].tolist() == [1, 4, 2]
+
+
+def test_the_load_of_an_only_expert_is_even() -> None:
+    """Else every run with one expert has an alert that its router has collapsed."""
+    statistics = load_statistics(torch.tensor([[7], [64]]))
+    assert [each.tolist() for each in statistics.values()] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_run_writes_metrics_and_tensors(config: Configs) -> None:
