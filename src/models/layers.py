@@ -172,7 +172,8 @@ def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: to
     first = max(math.floor(pair_with_turns(yarn.beta_fast)), 0)
     last = min(math.ceil(pair_with_turns(yarn.beta_slow)), dim - 1)
     pair_P = torch.arange(dim // 2, dtype=torch.float32, device=device)
-    slowed_P = ((pair_P - first) / max(last - first, 0.001)).clamp(0, 1)
+    # without a pair on one side of the ramp, last may be below first: theirs then runs backwards, too
+    slowed_P = ((pair_P - first) / ((last - first) or 0.001)).clamp(0, 1)
     return frequency_P / yarn.factor * slowed_P + frequency_P * (1 - slowed_P)
 
 

@@ -26,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "YaRN": {"rope_scaling": YARN},
     "YaRN without mscale": {"rope_scaling": replace(YARN, mscale=0.0, mscale_all_dim=0.0)},
     "YaRN as published for V3": {"rope_scaling": YarnConfig(), "rope_theta": 50000.0},
+    "YaRN without a slow pair": {"rope_scaling": YarnConfig(factor=4.0), "rope_theta": 2.0},
+    "YaRN without a fast pair": {"rope_scaling": replace(YARN, original_max_position_embeddings=1)},
 }
 SOFTMAX = {
     "router_scoring": RouterScoring.softmax,
