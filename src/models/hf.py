@@ -80,7 +80,8 @@ _ROUTER = {  # model_type, architecture, scoring_func, topk_method
     RouterScoring.sigmoid: ("deepseek_v3", "DeepseekV3ForCausalLM", "sigmoid", "noaux_tc"),
     RouterScoring.softmax: ("deepseek_v2", "DeepseekV2ForCausalLM", "softmax", "greedy"),
 }
-_OWN = ("norm_position", "qk_norm", "qk_scale", "activation")  # keys of models that transformers does not support
+# keys of models that transformers does not support
+_OWN = ("norm_position", "qk_norm", "qk_scale", "activation", "force_balanced_routing")
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 

@@ -146,6 +146,12 @@ def test_a_single_expert_of_deepseek_v3_is_not_exported() -> None:
     assert to_hf_config(replace(alone, num_dense_layers=alone.num_layers, num_mtp_layers=0))
 
 
+def test_routing_without_scores_is_not_exported() -> None:
+    """transformers would choose experts by score."""
+    with pytest.raises(ValueError, match=r"model\.force_balanced_routing=True: no architecture of transformers"):
+        to_hf_config(replace(ModelConfig(), force_balanced_routing=True))
+
+
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_key_value_heads", "q_lora_rank"])
 def test_null_is_as_if_the_key_were_missing(key: str) -> None:
     hf = to_hf_config(replace(ModelConfig(), num_mtp_layers=0))
