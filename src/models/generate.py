@@ -144,7 +144,10 @@ def generate(
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose a token by its logits, FP32 or narrower. generator: on the CPU, so that a seed gives the same token
     everywhere. RunError if they are not finite."""
-    share_V = logits_V if sampling.temperature == 0 else (logits_V.double().cpu() / sampling.temperature).softmax(-1)
+    share_V = logits_V
+    if sampling.temperature > 0:
+        below_V = logits_V.double().cpu() - logits_V.max().item()  # else a tiny temperature would make logits infinite
+        share_V = (below_V / sampling.temperature).softmax(-1)
     if share_V.isnan().any():
         raise RunError("the model's logits are not finite")
     if sampling.temperature == 0:

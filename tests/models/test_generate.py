@@ -151,6 +151,7 @@ def test_sampling() -> None:
     assert drawn(Sampling(0.7, top + 0.01), 200).unique().tolist() == [1, 2]
     assert drawn(Sampling(0.7, 1e-9), 20).unique().tolist() == [1]
     assert drawn(Sampling(), 3).tolist() == [1, 1, 1]
+    assert drawn(Sampling(5e-324), 3).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
