@@ -4,6 +4,7 @@ Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_seco
 tensors and leave in one copy; host metrics (time, memory) are added here.
 """
 
+import re
 import resource
 import statistics
 import sys
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 
 from precision import ScalingArena, gemm_layers
 
-# Dense BF16 peak in FLOP/s, from data sheets, without sparsity: the denominator of perf/mfu in every precision.
-BF16_PEAK = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+# Dense BF16 peak in FLOP/s, from data sheets, without sparsity: the denominator of perf/mfu in every precision; the
+# first entry that is found in a GPU's name counts.
+BF16_PEAK = {
+    "H100 PCIe": 756e12, "H800 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "GB200": 2500e12,
+    "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12,
+}  # fmt: skip
 
 
 def bf16_peak(device: torch.device) -> float | None:
@@ -27,7 +32,7 @@ def bf16_peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in BF16_PEAK.items() if key in name), None)
+    return next((peak for key, peak in BF16_PEAK.items() if re.search(rf"{key}(?!\d)", name)), None)  # no RTX A1000
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.step.metrics import Throughput, copy_to_host
+from trainer.step.metrics import Throughput, bf16_peak, copy_to_host
 
 
 def test_numbers_of_any_shape_and_format_keep_their_names_and_order() -> None:
@@ -46,3 +46,17 @@ def test_flops_between_two_readings_are_those_of_each_step(monkeypatch: pytest.M
     rates.step(1)
     now += 2.0
     assert rates.read()["perf/tflops_per_gpu"] == (3 * 1 + 1 * 2) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000", None), ("NVIDIA H20", None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_gpu(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert bf16_peak(torch.device("cuda")) == peak
