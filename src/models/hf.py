@@ -214,7 +214,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
     scoring = next((scoring for scoring, (model_type, *_) in _ROUTER.items() if model_type == kind), None)
     if scoring is None:
         raise UserError(f"config.json: model_type={kind}; only deepseek_v3 and deepseek_v2 can be read")
-    lacks = [key for key in _SAME_KEYS.values() if key not in hf and key not in _OPTIONAL]
+    lacks = [key for key in _SAME_KEYS.values() if hf.get(key) is None and key not in _OPTIONAL]
     if lacks:
         raise UserError(f"config.json: lacks {', '.join(lacks)}; is it the file of a {kind}?")
     _, _, scoring_func, topk_method = _ROUTER[scoring]

@@ -156,3 +156,5 @@ def test_routing_without_scores_is_not_exported() -> None:
 def test_null_is_as_if_the_key_were_missing(key: str) -> None:
     hf = to_hf_config(replace(ModelConfig(), num_mtp_layers=0))
     assert from_hf_config({**hf, key: None}) == from_hf_config({k: v for k, v in hf.items() if k != key})
+    with pytest.raises(ValueError, match=r"lacks n_shared_experts"):
+        from_hf_config({**hf, "n_shared_experts": None})
