@@ -90,7 +90,7 @@ class LearningRate:
             done = ((steps.double() - begin + 1) / length).clamp(0.0, 1.0)
             if shape is Shape.cosine:
                 done = 0.5 * (1 - torch.cos(math.pi * done))
-            rate, before = rate + done * (after - before), after
+            rate, before = torch.where(done < 1, rate + done * (after - before), after), after
         return rate.clamp(min=0.0).float()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Moments, OptimConfig, Schedule
+from trainer.config.phases import Shape
 from trainer.optim import update_norms
 from trainer.optim.adamw import LearningRate, Optimizer
 
@@ -43,6 +44,14 @@ def test_cosine_starts_after_the_warm_up() -> None:
     for committed in (9, 30, 60, 99):
         fallen = 0.5 * (1 - math.cos(math.pi * max(committed - 9, 0) / 90))
         assert rate(config, committed) == pytest.approx(0.1 * (1 - 0.9 * fallen), rel=1e-4)
+
+
+def test_a_phase_without_learning_rate_moves_no_weight() -> None:
+    """0.1 + (1e-4 - 0.1) - 1e-4 is not 0."""
+    moves = [(2, 6, 1e-4, Shape.cosine), (6, 9, 0.0, Shape.constant)]
+    at = LearningRate(replace(CONFIG, schedule=Schedule.phases, warmup_steps=0), 9, moves=moves).at
+    before, after, *still = (at(torch.tensor(step)).item() for step in (0, 5, 6, 8))
+    assert (before, after, still) == (pytest.approx(0.1), pytest.approx(1e-4), [0, 0])
 
 
 def test_no_warm_up_and_no_decay_is_constant() -> None:
