@@ -19,7 +19,8 @@ In FP8 x is cast once and dz per chunk. With delayed scaling the scale of dz com
 steps reach, and not from past steps: their microbatches may have had more targets. With current scaling per tensor it
 is the chunk's own. dz is the gradient of a loss of weight 1, whatever weight multiplies it later. In FP16 that would
 underflow to 0: there dz and dx are gradients of `loss_scale` times the loss, and backward divides its factor by
-loss_scale.
+loss_scale. Scales that are powers of two keep the mantissa of 1 / valid, and FP8 would round it alike in all rows, up
+to 11 % of the gradient: there dz is divided by a power of two instead, and backward's factor makes up for it.
 
 With tensor parallelism the words are split over ranks. Each rank computes the logits of its words at all positions of
 the group. Ranks share maxima, sums and targets' logits (`split_rows`) and sum dx in FP32; dw covers the rank's own
@@ -102,15 +103,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
         wants_dw = ctx.needs_input_grad[1]
-        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, wants_dw, loss_scale, split)
-        ctx.save_for_backward(dh_TD, dw_VD, loss_scale)
+        loss, dw_VD, scale = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, wants_dw, loss_scale, split)
+        ctx.save_for_backward(dh_TD, dw_VD, scale)
         ctx.weight_dtype, ctx.ranks = weight_VD.dtype, 1 if split is None else split.size
         return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        dh_TD, dw_VD, loss_scale = ctx.saved_tensors
-        factor = ctx.ranks * (grads[0] if loss_scale is None else grads[0] / loss_scale)
+        dh_TD, dw_VD, scale = ctx.saved_tensors
+        factor = ctx.ranks * (grads[0] if scale is None else grads[0] / scale)
         if dh_TD is not None:  # in FP32: a BF16 factor would round the gradient first
             dh_TD = dh_TD.float().mul_(factor).to(dh_TD.dtype)
         if dw_VD is not None:
@@ -129,14 +130,18 @@ def _in_chunks(
     wants_dw: bool,
     loss_scale: Tensor | None,
     split: VocabularySplit | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the loss, and dw [V, D] FP32 if wanted, for a gradient of 1, or of loss_scale; write dh into dh_TD if
-    given.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss, dw [V, D] FP32 if wanted, and the gradient for which dw is made, 0-d FP32 (None: 1); write dh
+    into dh_TD if given.
 
     arena_rows: scale, amax and place of x and of dz, if they are cast.
     """
     backend = get_backend(recipe.backend)
-    weight = mean_weight(target_T) if loss_scale is None else mean_weight(target_T) * loss_scale
+    mean, scale = mean_weight(target_T), loss_scale
+    weight = mean if loss_scale is None else mean * loss_scale
+    if recipe.is_fp8 and recipe.scaling.power_of_two and loss_scale is None:
+        weight = scale_from_amax(1 / mean, 1.0, 0, True)
+        scale = weight / mean
     gradient = wants_dw or dh_TD is not None
     losses, dw_VD = [], None
     x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place = arena_rows
@@ -171,8 +176,10 @@ def _in_chunks(
                 dw_VD = _add_wgrad(dw_VD, dz, x_cD, inv, backend, recipe)
             dz_cV = dz = None
         del z_cV  # before the next chunk's logits are made
-    loss = torch.cat(losses).sum() if losses else weight.new_zeros(())
-    return loss if loss_scale is None else loss / loss_scale, dw_VD
+    loss_T = torch.cat(losses) if losses else weight.new_zeros(0)
+    if loss_scale is None:
+        return (loss_T if scale is None else loss_T / weight * mean).sum(), dw_VD, scale
+    return loss_T.sum() / loss_scale, dw_VD, scale
 
 
 def _add_wgrad(

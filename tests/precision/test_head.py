@@ -103,6 +103,22 @@ def test_a_head_in_fp8_is_the_whole_one_but_for_the_scales_of_chunks(name: str, 
         assert (ours.float() - theirs.float()).norm() < 2 * 2.0**-3 * theirs.float().norm()
 
 
+@pytest.mark.parametrize("targets", [96, 112, 128])
+@pytest.mark.parametrize("name", ["fp8_jit", "fp8_block"])
+def test_a_gradient_in_fp8_has_its_size_for_any_number_of_targets(name: str, targets: int, recipe: Recipe) -> None:
+    """Scales that are powers of two leave 1 / targets as it is: FP8 must not round it in all rows alike. What rounds
+    alike is the 1 - 1 / WORDS of a target."""
+    layer = head(recipe(name, table__lm_head="fp8"))
+    generator = torch.Generator().manual_seed(1)
+    h = (0.1 * torch.randn(1, targets, HIDDEN, generator=generator)).bfloat16().requires_grad_()
+    target = torch.randint(0, WORDS, (1, targets), generator=generator)
+    ours = torch.autograd.grad(linear_cross_entropy(h, layer, target), (h, layer.weight))
+    exact, weight = (t.detach().double().requires_grad_() for t in (h, layer.weight))
+    expected = F.cross_entropy((exact @ weight.t()).flatten(0, 1), target.flatten())
+    for mine, theirs in zip(ours, torch.autograd.grad(expected, (exact, weight)), strict=True):
+        assert float((mine * theirs).sum() / theirs.square().sum()) == pytest.approx(1, abs=2 / WORDS)
+
+
 def test_fewer_targets_than_in_past_steps_clip_no_gradient(recipe: Recipe) -> None:
     """After a resume with a smaller microbatch the mean has fewer targets, and each weighs more."""
     found = []
