@@ -61,6 +61,7 @@ def test_published_sizes(name: str, total: float, active: float, model_config: C
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
+        ("deepseek_tiny", 6.6e6, 3.7e6),
         ("deepseek_30m", 36e6, 12e6),
         ("deepseek_100m", 91e6, 36e6),
         ("deepseek_300m", 312e6, 89e6),
