@@ -119,9 +119,12 @@ def divergence(run: dict[str, Series]) -> int | None:
         if known and value > lowest + RISE and min(later) > lowest + RISE:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())
+    row = 0
     for (before, count), (step, more) in pairwise(skipped):
-        if more - count >= min(SKIPPED, step - before) and more >= SKIPPED:
-            return before + 1
+        lost = max(more - count, 0)  # a rewind lowers the count
+        row = lost + (row if lost == step - before else 0)
+        if row >= SKIPPED:
+            return step - int(row) + 1
     return None
 
 

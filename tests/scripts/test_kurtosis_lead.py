@@ -1,6 +1,7 @@
 """scripts/kurtosis_lead.py on runs whose signs come at known steps."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,6 +55,18 @@ def test_a_run_that_lived_had_a_false_alarm(tmp_path: Path, run_python: Run) -> 
     back = write(tmp_path / "fp8", lambda step: 9.0, lambda step: 3 if step != 4000 else 4)  # back within 500 steps
     said = lead(run_python, back, "--twin", twin)
     assert "divergence           none" in said and "twin qkv             step 150: a false alarm" in said
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_skipped_steps_count_in_a_row_only(every: int) -> None:
+    divergence = runpy.run_path(str(ROOT / "scripts" / "kurtosis_lead.py"))["divergence"]
+
+    def of(skipped: set[int]) -> int | None:
+        steps = range(every, 401, every)
+        return divergence({"recovery/skipped_steps": {s: sum(each <= s for each in skipped) for s in steps}})
+
+    assert of(set(range(8, 400, 20))) is None, "FP16's overflows"
+    assert of({20, *range(201, 213)}) == 201 and of(set(range(201, 210))) is None
 
 
 def test_mistakes_are_refused(tmp_path: Path, run_python: Run) -> None:
