@@ -95,6 +95,10 @@ class HealthConfig:
     """When an alert is raised."""
 
 
+TO_BF16 = "+recipe=bf16 health.shadow_every=0"
+"""Keys that resume a run in BF16, which refuses shadows (`check_shadow`)."""
+
+
 def check_power(power: PowerConfig, gpu: bool) -> None:
     """Raise UserError for invalid settings. gpu: whether the run has one."""
     if not 0.1 <= power.seconds <= 3600:

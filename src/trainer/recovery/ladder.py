@@ -23,6 +23,7 @@ from typing import Any
 
 from precision.errors import UserError
 from trainer.checkpoint import OnEvent, Verify, checkpoint_name, checkpoint_step, newest_checkpoint, verify_checkpoint
+from trainer.config.health import TO_BF16
 from trainer.config.paths import resuming
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import Loader, merge_ranges, window_name
@@ -130,7 +131,8 @@ class Ladder:
 
     def _advice(self, why: str) -> str:
         spikes = any("(spike)" in step.place for step in self.streak)
-        hints = ["a lower optim.lr", *(["+recipe=bf16"] if self._in_fp8 or self._in_fp16 else [])]
+        to_bf16 = [TO_BF16] if self._in_fp8 else ["+recipe=bf16"] if self._in_fp16 else []
+        hints = ["a lower optim.lr", *to_bf16]
         if spikes:
             hints.append("a higher recovery.spikes.threshold")
         elif self._in_fp8:

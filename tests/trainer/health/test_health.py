@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from precision import gemm_layers, observe
 from precision.observe import is_sampled, observing
 from trainer.config import Config
-from trainer.config.health import check_shadow
+from trainer.config.health import TO_BF16, check_shadow
 from trainer.forecast.memory import forecast_memory
 from trainer.forecast.preflight import check
 from trainer.health import shadow
@@ -293,6 +293,11 @@ def test_impossible_health_settings_are_refused(config: Configs, keys: list[str]
     with pytest.raises(ValueError, match=why):
         check(config(*keys))
     check(config("+recipe=fp8_jit", "health.shadow_every=10", "health.every=0"))
+
+
+def test_what_alerts_advise_to_resume_in_bf16_is_accepted(config: Configs) -> None:
+    recipe, no_shadow = TO_BF16.split()
+    check(config(recipe, "health.shadow_every=10", no_shadow))
 
 
 def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:

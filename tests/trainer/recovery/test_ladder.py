@@ -9,6 +9,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from trainer.config.health import TO_BF16
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
 from trainer.data.loader import SECTION, window_name
 from trainer.recovery.ladder import Ladder, Rewind, SkippedStep
@@ -92,7 +93,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("numbers", "place", "advice"),
     [
-        ("fp8", "loss (forward)", "a lower optim.lr, +recipe=bf16 or precision.rules for that module"),
+        ("fp8", "loss (forward)", f"a lower optim.lr, {TO_BF16} or precision.rules for that module"),
         ("fp16", "loss (forward)", "a lower optim.lr or +recipe=bf16"),
         ("bf16", "loss (forward)", "a lower optim.lr"),
         ("bf16", "gradient norm (spike)", "a lower optim.lr or a higher recovery.spikes.threshold"),

@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 
+from trainer.config.health import TO_BF16
 from trainer.health.alerts import Alert, Entry, History, Rule, in_fp8, number
 
 
@@ -116,7 +117,7 @@ class LossRise(Rule):
         message = (
             f"loss {loss:.4f} is {loss - lowest:.2g} nats above its lowest, {lowest:.4f}: training diverges; "
             "go back to a checkpoint with a lower optim.lr (run.resume=PATH)"
-        ) + in_fp8(metrics, ", or in BF16 (+recipe=bf16)")
+        ) + in_fp8(metrics, f", or in BF16 ({TO_BF16})")
         return [Alert(self.name, step, message, loss, lowest + self._nats)]
 
 
@@ -159,7 +160,7 @@ class ShadowLossGap(_Shadow):
             f"loss is {metrics['shadow/loss_gap']:.3g} nats above BF16's from the same weights, "
             f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs accuracy; "
             "look at the casts' errors in tensors.jsonl, or resume in BF16 "
-            "(+recipe=bf16 health.shadow_every=0 run.resume=auto)"
+            f"({TO_BF16} run.resume=auto)"
         )
         return Alert(self.name, step, message, value, self._threshold)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from precision.config import Granularity, Method, ScalingConfig
+from trainer.config.health import TO_BF16
 from trainer.health.alerts import Alert, Alerts
 from trainer.health.rules.resources import MemoryGrowth, ThroughputDrop
 from trainer.health.rules.tensors import Saturated, Underflown
@@ -170,7 +171,9 @@ def test_a_run_without_fp8_is_not_sent_to_bf16(a_run: Callable, raised: Callable
     def said(**fp8: float) -> str:
         return raised((metrics | fp8, inside) for metrics, inside in a_run(FROM + within + 100, fault))[0].message
 
-    assert "BF16" not in said() and "BF16" in said(**{"fp8/amax_max": 1.0})
+    in_fp8 = said(**{"fp8/amax_max": 1.0})
+    assert "BF16" not in said() and "BF16" in in_fp8
+    assert "recipe=bf16" not in in_fp8 or TO_BF16 in in_fp8
 
 
 @pytest.mark.parametrize("card_gib", [80.0, None])
