@@ -159,9 +159,9 @@ def without_effect(config: Config, world_size: int, done: int = 0) -> list[str]:
                     f"{why} does not read it",
                     "change one of them",
                 )
-    if config.health.shadow_every > Timeline(config.trainer).steps:
-        why = f"the run ends before, {last_step(config)}"
-        idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
+    for key in ("every", "shadow_every"):
+        if (value := getattr(config.health, key) or 0) > Timeline(config.trainer).steps:
+            idle(f"health.{key}", value, f"the run ends before, {last_step(config)}", "set less, or 0")
     scaling, usual = config.precision.scaling, ScalingConfig()
     for key in ("history", "max_jump") if scaling.method is Method.current else ():
         if (value := getattr(scaling, key)) != getattr(usual, key):

@@ -288,6 +288,8 @@ def test_settings_that_ranks_cannot_share_are_refused(
         (["parallel.expert=2"], 2, None),
         (["health.shadow_every=7"], 1, "health.shadow_every=7 has no effect: the run ends before, trainer.max_steps=6"),
         (["health.shadow_every=6"], 1, None),
+        (["health.every=7"], 1, "health.every=7 has no effect: the run ends before, trainer.max_steps=6; set"),
+        (["health.every=6"], 1, None),
         (["recovery.rewind.margin=1"], 1, "recovery.rewind.margin=1 has no effect: checkpoint.every=0, the run never"),
         (
             ["recovery.rewind.lr_factor=0.5", "recovery.rewind.max=0"],
