@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, differ, flat, read_yaml, shapes_of
@@ -242,7 +242,7 @@ def name_runs(runs: list[Run]) -> None:
 
 def table(runs: list[Run], last: int, markdown: bool) -> str:
     """Return the table, one row a run."""
-    head = ("run", "steps", "validation loss", "difference", f"training loss, last {last} steps", "tokens/s",
+    head = ("run", "steps", "validation loss", "difference", f"training loss, last {counted(last, 'step')}", "tokens/s",
             "peak GiB", "skipped steps")  # fmt: skip
     metered = any(run.series.get(JOULES) for run in runs)
     if metered:
@@ -346,7 +346,8 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     for run in runs:
         run.label = run.label.replace("$", r"\$")  # between dollars matplotlib reads formulas
     paths = [out / "loss.png", out / "difference.png"]
-    figure, axes = canvas("loss, nats per token", f"Training loss (mean over {smooth} steps), validation loss (marks)")
+    title = f"Training loss (mean over {counted(smooth, 'step')}), validation loss (marks)"
+    figure, axes = canvas("loss, nats per token", title)
     for i, run in enumerate(runs):
         plot(axes, run, i, runs, smoothed(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
     losses = [loss for run in runs for loss in run.series[TRAIN].values()]

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.launch.command_line import Parser, guarded
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -41,9 +41,9 @@ def run() -> None:
         max_file_bytes=most,
         tokenizer=arguments.tokenizer,
     )
-    files = f"{made.files} file{'s' * (made.files > 1)}"
+    files = counted(made.files, "file")
     fp8 = f", {made.fp8_share:.0%} of the numbers in FP8" if made.fp8_share else ""
-    print(f"{made.folder}: {made.tensors:,} tensors, {made.bytes / 1e9:.3f} GB in {files}{fp8}")
+    print(f"{made.folder}: {counted(made.tensors, 'tensor')}, {made.bytes / 1e9:.3f} GB in {files}{fp8}")
     for remark in remarks:
         print(remark)
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from precision.errors import counted
 from trainer.launch.command_line import Parser, guarded
 
 
@@ -29,7 +30,7 @@ def run() -> None:
     sys.argv[1:] = []
     (job,) = compose(Path(__file__).resolve().parents[1] / "configs")
     made = import_hf(arguments.folder, arguments.out, kept_tree(load(job.tree)))
-    print(f"{made.folder}: {made.fp8:,} tensors came in FP8" if made.fp8 else f"{made.folder}: imported")
+    print(f"{made.folder}: {counted(made.fp8, 'tensor')} came in FP8" if made.fp8 else f"{made.folder}: imported")
     for remark in made.remarks:
         print(remark)
     if made.tokenizer is not None:

@@ -85,7 +85,8 @@ def verdict(step: int | str | None, end: int | None) -> str:
         return "none"
     if end is None:
         return f"step {step}: a false alarm, as far as the run goes"
-    return f"step {step}: {end - step} steps before" if step <= end else f"step {step}: {step - end} steps late"
+    apart = abs(end - step)
+    return f"step {step}: {apart} step{'s' * (apart != 1)} {'before' if step <= end else 'late'}"
 
 
 def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:

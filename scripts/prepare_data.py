@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 
@@ -70,7 +70,8 @@ def summary(prepared: "Prepared", seconds: float) -> str:
         facts = bins.sidecar
         shards = f" in {len(bins.shards)} shards" if len(bins.shards) > 1 else ""
         lines.append(
-            f"{name}: {facts.num_documents:,} documents, {facts.num_text_bytes:,} bytes, {facts.num_tokens:,} tokens "
+            f"{name}: {counted(facts.num_documents, 'document')}, {counted(facts.num_text_bytes, 'byte')}, "
+            f"{counted(facts.num_tokens, 'token')} "
             f"({facts.num_text_bytes / facts.num_tokens:.2f} bytes a token, {facts.dtype}){shards}"
         )
     total = sum(size for _, size in prepared.documents.values())

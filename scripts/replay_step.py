@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.forecast.words import aligned
 from trainer.launch.command_line import Parser, guarded
 
@@ -64,9 +64,9 @@ def head(done: "Replay") -> list[str]:
     target = done.target
     begin = "the start of the run" if target.checkpoint is None else target.checkpoint.name
     again = target.step - 1 - target.first
-    lines = [f"{target.run}, step {target.step}: from {begin}, {again} step{'s' * (again != 1)} trained again"]
+    lines = [f"{target.run}, step {target.step}: from {begin}, {counted(again, 'step')} trained again"]
     if target.rewinds:
-        lines.append(f"as after {len(target.rewinds)} rewind{'s' * (len(target.rewinds) > 1)} of the run")
+        lines.append(f"as after {counted(len(target.rewinds), 'rewind')} of the run")
     if done.config.debug.inject is not None:
         lines.append("with the faults of debug.inject, as in the run (--without-faults leaves them out)")
     rows: list[tuple[str, ...]] = [("", "loss", "gradient norm", "")]

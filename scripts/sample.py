@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ def run() -> None:
     positions, trained = saved.config.model.max_position_embeddings, saved.shape.length
     if len(prompt) >= positions:
         raise UserError(
-            f"--prompt: it has {len(prompt):,} tokens and the model {positions:,} positions "
+            f"--prompt: it has {counted(len(prompt), 'token')} and the model {positions:,} positions "
             f"(model.max_position_embeddings); give a shorter one"
         )
     count = min(given.tokens, positions - len(prompt))
     log(*saved.remarks, f"{saved.checkpoint}, {saved.config.precision.name} on {saved.device}")
     if count < given.tokens:
-        log(f"{count:,} tokens at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
+        log(f"{counted(count, 'token')} at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
     if len(prompt) + count > trained:
         log(f"the run was trained on {trained:,} tokens at a time: expect worse text beyond that")
 
@@ -106,7 +106,7 @@ def check(given: argparse.Namespace) -> None:
 def summary(prompt: int, made: int, before: float, after: float, tally: "Tally") -> list[str]:
     """Return the speed. before, after: seconds up to the first token, and from there on."""
     rate = f", then {(made - 1) / after:,.1f} tokens/s" if made > 1 and after > 0 else ""
-    lines = [f"{made:,} tokens after {prompt:,}: the first in {before:.2f} s{rate}"]
+    lines = [f"{counted(made, 'token')} after {prompt:,}: the first in {before:.2f} s{rate}"]
     if tally.drafted:
         share = tally.accepted / tally.drafted
         lines.append(f"{tally.passes:,} passes of the main model; {share:.0%} of {tally.drafted:,} drafts were right")

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.launch.command_line import Parser, guarded
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -41,7 +41,7 @@ def run() -> None:
     events = read(path)
     spans = [e for e in events if e.get("cat") == "user_annotation" and re.match(r"step \d+$", e["name"])]
     steps = len(spans)  # a step that a rewind repeats counts twice
-    print(f"{path}: {steps} step{'s' * (steps != 1)}")
+    print(f"{path}: {counted(steps, 'step')}")
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     if on_gpu:
         print("\n".join(["", *gpu(on_gpu, max(steps, 1)), "", *kernels(on_gpu, max(steps, 1), options.rows)]))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from precision.errors import refuse
+from precision.errors import counted, refuse
 
 
 class NormPosition(Enum):
@@ -162,7 +162,9 @@ class ModelConfig:
         if self.qk_rope_head_dim % 2:
             self._refuse("qk_rope_head_dim", "RoPE rotates pairs", "set an even number")
         if self.num_dense_layers > self.num_layers:
-            self._refuse("num_dense_layers", f"there are {self.num_layers} blocks", "set at most model.num_layers")
+            self._refuse(
+                "num_dense_layers", f"only {counted(self.num_layers, 'block')}", "set at most model.num_layers"
+            )
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
             if self.rope_theta <= 1:
@@ -190,13 +192,15 @@ class ModelConfig:
         experts, groups, kept = self.num_experts, self.num_expert_groups, self.num_groups_per_token
         per_group = experts // groups
         if self.num_experts_per_token > experts:
-            self._refuse("num_experts_per_token", f"there are {experts} experts", "set at most model.num_experts")
+            self._refuse("num_experts_per_token", f"only {counted(experts, 'expert')}", "set at most model.num_experts")
         if experts % groups:
-            self._refuse("num_expert_groups", f"it does not divide the {experts} experts", "set a divisor of them")
+            self._refuse("num_expert_groups", f"no divisor of {counted(experts, 'expert')}", "set a divisor of them")
         if kept > groups:
-            self._refuse("num_groups_per_token", f"there are {groups} groups", "set at most model.num_expert_groups")
+            self._refuse(
+                "num_groups_per_token", f"only {counted(groups, 'group')}", "set at most model.num_expert_groups"
+            )
         if self.num_experts_per_token > kept * per_group:
-            why = f"a token's {kept} groups hold {kept * per_group} experts"
+            why = f"a token has {counted(kept, 'group')} of {counted(per_group, 'expert')}"
             self._refuse("num_experts_per_token", why, "set fewer, or more model.num_groups_per_token")
         if groups > 1 and per_group < 2:
             why = f"a group is scored by its two best experts, and has {per_group}"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
 
 
@@ -186,7 +186,7 @@ def check_even(num_experts: int, processes: int) -> None:
     """Raise a UserError if the experts cannot be spread evenly."""
     if num_experts % processes:
         raise UserError(
-            f"parallel.expert={processes}: {num_experts} experts cannot be spread evenly; set a divisor of "
+            f"parallel.expert={processes}: {counted(num_experts, 'expert')} cannot be spread evenly; set a divisor of "
             f"model.num_experts={num_experts}"
         )
 

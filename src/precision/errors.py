@@ -1,4 +1,5 @@
-"""Errors that are not bugs: the command line prints them in one line, and all others with their traceback."""
+"""Errors that are not bugs: the command line prints them in one line, and all others with their traceback. And the
+words of messages."""
 
 from typing import NoReturn
 
@@ -14,3 +15,8 @@ class RunError(RuntimeError):
 def refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
     """Raise a UserError for a config value, in the common form."""
     raise UserError(f"{key}={value}: {why}; {fix}")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

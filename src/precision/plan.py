@@ -33,7 +33,7 @@ from precision.config import (
     RulesException,
     check_scaling,
 )
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from precision.formats import BF16, BY_NAME, E4M3, E5M2, FP16, FP32, Format, static_scale
 from precision.hardware import Gpu
 from precision.report import plan_text
@@ -382,7 +382,8 @@ def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
     for key in ("first_blocks", "last_blocks"):
         count = getattr(config.rules, key)
         if not 0 <= count <= num_layers:
-            raise UserError(f"precision.rules.{key}={count}: the model has {num_layers} blocks; set 0 to {num_layers}")
+            has = f"the model has {counted(num_layers, 'block')}"
+            raise UserError(f"precision.rules.{key}={count}: {has}; set 0 to {num_layers}")
         if count:
             blocks = range(count) if key == "first_blocks" else range(num_layers - count, num_layers)
             pattern = rf"layers\.({'|'.join(map(str, blocks))})\..*"

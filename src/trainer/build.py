@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from precision import proof
+from precision.errors import counted
 from trainer.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -129,7 +130,7 @@ class Run:
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
-            message += f", {len(fresh)} tensors start without a scaling history" if fresh else ""
+            message += f", {counted(len(fresh), 'tensor')} without a scaling history at first" if fresh else ""
         self.sinks.event("resume", self.folder.first_step, message)
         if rate := moved_rate(meta, self.config, self.folder.first_step, int(self.engine.guard.committed)):
             self.sinks.event("settings", self.folder.first_step, rate)

@@ -36,13 +36,16 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_experts_per_token": 9}, "num_experts_per_token=9: there are 8 experts; set at most model.num_experts"),
-        ({"num_expert_groups": 3}, "num_expert_groups=3: it does not divide the 8 experts; set a divisor"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token=9: only 8 experts; set at most model.num_experts"),
+        ({"num_expert_groups": 3}, "num_expert_groups=3: no divisor of 8 experts; set a divisor"),
         (
             {"num_expert_groups": 2, "num_groups_per_token": 3},
-            "num_groups_per_token=3: there are 2 groups; set at most",
+            "num_groups_per_token=3: only 2 groups; set at most",
         ),
-        ({"num_expert_groups": 4, "num_experts_per_token": 3}, "num_experts_per_token=3: a token's 1 groups hold 2 ex"),
+        (
+            {"num_expert_groups": 4, "num_experts_per_token": 3},
+            "num_experts_per_token=3: a token has 1 group of 2 experts",
+        ),
         (
             {"num_expert_groups": 8, "num_experts_per_token": 1},
             "num_expert_groups=8: a group is scored by its two best",
@@ -51,7 +54,7 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({**SOFTMAX, "router_bias_update_rate": 0.1}, "router_bias_update_rate=0.1: softmax has no bias"),
         ({**SOFTMAX, "router_bias_zero_mean": True}, "router_bias_zero_mean=True: softmax has no bias; set false"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: RoPE rotates pairs; set an even number"),
-        ({"num_dense_layers": 5}, "num_dense_layers=5: there are 3 blocks; set at most"),
+        ({"num_dense_layers": 5}, "num_dense_layers=5: only 3 blocks; set at most"),
         ({"num_layers": 0}, "num_layers=0: out of range; set at least 1"),
         ({"num_expert_groups": 0}, "num_expert_groups=0: out of range; set at least 1"),
         ({"num_shared_experts": 0}, "num_shared_experts=0: out of range; set at least 1"),

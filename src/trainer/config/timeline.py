@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.config.phases import Amount, PhaseConfig, Shape, Span, Unit, length, span
 from trainer.config.schema import fit
 from trainer.config.sections import Config, TrainerConfig
@@ -157,10 +157,11 @@ class Timeline:
         sizes = [after.batch]
         if phase.batch_ramp:
             if after.batch % now.batch or after.batch <= now.batch:
-                why = f"a ramp from {now.batch} sequences has steps of that size"
+                why = f"a ramp from {counted(now.batch, 'sequence')} has steps of that size"
                 raise UserError(f"{key}.global_batch_size={after.batch}: {why}; set a multiple of {now.batch}")
             if (parts := after.batch // now.batch) > MOST_PARTS:
-                why = f"a ramp in steps of {now.batch} sequences has {parts:,} parts, and at most {MOST_PARTS:,}"
+                each = counted(now.batch, "sequence")
+                why = f"a ramp in steps of {each} has {parts:,} parts, and at most {MOST_PARTS:,}"
                 raise UserError(f"{key}.global_batch_size={after.batch}: {why}; begin with a larger batch")
             sizes = list(range(now.batch, after.batch, now.batch))
         self._begin_at(begin, replace(after, batch=sizes[0]))
@@ -286,6 +287,6 @@ def last_step(config: Config) -> str:
     """Return the key that sets the end of a run, and the resulting step, for a message."""
     t = config.trainer
     steps = Timeline(t).steps
-    return (
-        f"trainer.max_steps={steps}" if t.max_steps == steps else f"trainer.max_tokens={t.max_tokens} ({steps} steps)"
-    )
+    if t.max_steps == steps:
+        return f"trainer.max_steps={steps}"
+    return f"trainer.max_tokens={t.max_tokens} ({counted(steps, 'step')})"

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.config.timeline import Segment, Timeline
 from trainer.data.bins import Bins
 from trainer.data.order import permute
@@ -86,8 +86,8 @@ class Loader:
             num_windows = bins.num_windows(each.length)
             if num_windows < each.batch:
                 raise UserError(
-                    f"trainer.global_batch_size={each.batch}: {bins.path} has only {num_windows} "
-                    f"sequence{'s' * (num_windows != 1)} of {each.length} tokens: lower it, or give more text"
+                    f"trainer.global_batch_size={each.batch}: {bins.path} has only "
+                    f"{counted(num_windows, 'sequence')} of {each.length} tokens: lower it, or give more text"
                 )
         if not 0 <= seed < 1 << 63:
             raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.config.data import Source, SourceConfig
 from trainer.data.compressed import BLOCK_BYTES, unpack, unpack_error
 from trainer.data.corpus import NOT_UTF8, TO_UTF8, lines_before, read_part, read_pieces, unreadable_reason
@@ -69,8 +69,8 @@ class Skipped:
     def __str__(self) -> str:
         if not self.count:
             return f"{self._name} ({self.why}{self.first and f', {self.first}'})"
-        many = f"{self.count:,} documents" if self.count > 1 else "1 document"
-        return f"{many} of {self._name} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
+        first = "first at " if self.count > 1 else ""
+        return f"{counted(self.count, 'document')} of {self._name} ({self.why}; {first}{self.first})"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from precision.config import check_scaling
-from precision.errors import UserError, refuse
+from precision.errors import UserError, counted, refuse
 from trainer.config import Config, RunConfig
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts
@@ -114,7 +114,7 @@ def check_batch(config: Config, degrees: Degrees) -> None:
     share, rest = divmod(t.global_batch_size, degrees.data)
     if not rest and t.global_batch_size % t.microbatch_size:
         below = next(n for n in range(min(t.microbatch_size, share), 0, -1) if share % n == 0)
-        part = f"a rank's {share} sequences of " if degrees.data > 1 else ""
+        part = f"a rank's {counted(share, 'sequence')} of " if degrees.data > 1 else ""
         why = f"it does not divide {part}trainer.global_batch_size={t.global_batch_size}"
         refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
     together = degrees.data if rest else t.microbatch_size * degrees.data

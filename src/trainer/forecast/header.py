@@ -6,6 +6,7 @@ from pathlib import Path
 
 from models.flops import count_parameters
 from precision import Plan
+from precision.errors import counted
 from trainer.config import Config
 from trainer.config.timeline import Timeline, at_peak_memory
 from trainer.config_diff import printable_override
@@ -28,7 +29,7 @@ def header(
     count, where = count_parameters(config.model), target(config)
     timeline = Timeline(t)
     trained = timeline.tokens(timeline.steps)
-    experts = f"{config.model.num_experts} experts" if config.model.num_moe_blocks else "dense"
+    experts = counted(config.model.num_experts, "expert") if config.model.num_moe_blocks else "dense"
     memory = sum(forecast(at_peak_memory(config), plan, degrees, where.gpu_memory)[0].values())
     backends = sorted({row.recipe.backend for row in plan.gemms.values()})
     fp8 = plan.fp8_shares_at(t.sequence_length)[0]
@@ -38,14 +39,14 @@ def header(
         ("recipe", f"{config.precision.name}; {shown(overrides) or 'nothing overridden'}"),
         (
             "model",
-            f"{config.model.num_layers} blocks of {config.model.hidden_size}, {experts}; "
+            f"{counted(config.model.num_layers, 'block')} of {config.model.hidden_size}, {experts}; "
             f"{short(count.total)} parameters, {short(count.active)} active",
         ),
         ("device", f"{name}, {ranks(degrees)}; {', '.join(backends)} backend; {fp8:.0%} of the GEMM FLOPs in FP8"),
         (
             "tokens",
             f"{timeline.at(1).tokens:,} a step{' at first' * bool(timeline.segments[1:])}, "
-            f"{trained:,} in {timeline.steps:,} steps: {trained / facts.num_tokens:.2g} epochs",
+            f"{trained:,} in {counted(timeline.steps, 'step')}: {trained / facts.num_tokens:.2g} epochs",
         ),
         *schedule_lines(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 from models.config import ModelConfig, RouterScoring
-from precision.errors import refuse
+from precision.errors import counted, refuse
 from trainer.config import Config, Schedule
 from trainer.config.phases import Shape, is_share
 from trainer.config.timeline import ENDLESS, Phase, Timeline, rates
@@ -66,13 +66,12 @@ def schedule_lines(config: Config) -> list[tuple[str, str]]:
     timeline, t = Timeline(config.trainer), config.trainer
     if timeline.epochs is not None:
         return [("length", f"{t.max_tokens}: steps and the lengths of phases follow from the text")]
-    lines = (
-        [] if t.max_tokens is None else [("length", f"{_tokens(timeline, timeline.steps)} in {timeline.steps:,} steps")]
-    )
+    length = f"{_tokens(timeline, timeline.steps)} in {counted(timeline.steps, 'step')}"
+    lines = [] if t.max_tokens is None else [("length", length)]
     spans = {"warm-up": config.optim.warmup_steps, "evaluation every": config.eval.every}
     spans |= {"checkpoint every": config.checkpoint.every, "logged every": config.logging.every}
     converted = [  # a warm-up may have no step
-        f"{what} {value}, {max(timeline.steps_of(value), int(what != 'warm-up')):,} steps"
+        f"{what} {value}, {counted(max(timeline.steps_of(value), int(what != 'warm-up')), 'step')}"
         for what, value in spans.items()
         if not isinstance(value, int)
     ]

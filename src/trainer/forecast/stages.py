@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from models.config import ModelConfig
 from models.stage import Pipeline, Stage, block_flops, divide, divide_among
 from precision import Plan
-from precision.errors import refuse
+from precision.errors import counted, refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, ParallelConfig, PipelineSchedule, Switch
 from trainer.forecast.plan_cache import cached_per_plan
@@ -234,7 +234,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         _check_v(config)
     elif v > 1 and not forms_whole_rounds(count, p):
         rounds = _rounds(count, p)
-        why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {rounds} rounds"
+        why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {counted(rounds, 'round')}"
         refuse(
             "trainer.global_batch_size",
             t.global_batch_size,

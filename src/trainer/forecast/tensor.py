@@ -6,7 +6,7 @@ from typing import NamedTuple
 from models import ModelConfig
 from models.tensor import CUT
 from precision import Plan
-from precision.errors import refuse
+from precision.errors import counted, refuse
 from precision.rows import GemmRow
 from trainer.config import Config, Recompute
 from trainer.forecast.plan_cache import cached_per_plan
@@ -106,7 +106,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     }
     for key, width in widths.items():
         if heads * width % WIDTH:
-            why = f"a rank's {heads} heads of model.{key}={width} are not a multiple of {WIDTH} features"
+            why = f"a rank has {counted(heads, 'head')} of model.{key}={width}, not a multiple of {WIDTH} features"
             refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
     if config.health.shadow_every:
         why = f"it does not support parallel.tensor={t}"

@@ -18,7 +18,8 @@ def span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.2g} seconds"
+    text = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+    return f"{text} second{'s' * (text != '1')}"
 
 
 def ranks(d: Degrees) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor
 from models import ModelConfig
 from models.config import plain_model
 from models.hf import from_hf_config, matrices, mtp_copies, shapes
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import Piece, finish, write_pieces
@@ -120,7 +120,8 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
             raise _too_many(folder, f"{key}={count!r}")
     layers, dense, mtp, experts = given.values()
     if (max(layers - dense, 0) + mtp) * experts > most:
-        raise _too_many(folder, f"{experts} experts in each of {max(layers - dense, 0) + mtp} layers")
+        with_experts = counted(max(layers - dense, 0) + mtp, "layer")
+        raise _too_many(folder, f"{counted(experts, 'expert')} in each of {with_experts}")
     path = folder.folder / "config.json"
     try:
         config = from_hf_config(folder.config)
@@ -140,7 +141,7 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
 
 
 def _too_many(folder: HfFolder, what: str) -> UserError:
-    where = f"{folder.folder / 'config.json'}: {what}, and the files have {len(folder.names()):,} tensors"
+    where = f"{folder.folder / 'config.json'}: {what}, and the files have {counted(len(folder.names()), 'tensor')}"
     return UserError(f"{where}; the two do not match")
 
 

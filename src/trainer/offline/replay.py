@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.checkpoint import (
     DamagedCheckpoint,
     checkpoint_step,
@@ -137,7 +137,8 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
         where = "no checkpoint before it" + ("" if checkpoint is None else f" but {checkpoint.name}")
         again = step - 1 - first
         raise UserError(
-            f"step {step}: {run} has {where}, so {again} steps must be trained again; allow them with --most {again}"
+            f"step {step}: {run} has {where}, so {counted(again, 'step')} must be trained again; "
+            f"allow that with --most {again}"
         )
     for end in configs_before(run):
         if first < end < step and (what := changed_keys(config_at(run, end), config_at(run, step), but=_NO_MATTER)):

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.checkpoint import OnEvent, Verify, checkpoint_name, checkpoint_step, newest_checkpoint, verify_checkpoint
 from trainer.config.health import TO_BF16
 from trainer.config.paths import resuming
@@ -114,7 +114,7 @@ class Ladder:
         """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped with the diagnosis to end the
         run."""
         row, limit = self.streak, self._config.max_consecutive_skips
-        count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"
+        count = f"{counted(len(row), 'step')} in a row"
         where = f"from step {row[0].step} on, first at {row[0].place}"
         if len(row) > 1:
             where += f", the last one at {row[-1].place}"

@@ -13,7 +13,7 @@ import torch
 from models import DeepSeek
 from models.config import plain_model
 from precision import Plan
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.checkpoint import (
     DamagedCheckpoint,
     checkpoint_step,
@@ -81,7 +81,9 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
         return
     was = Timeline(load(meta["config"]).trainer).read_by(step)
     if was != ours.read_by(step):
-        read = "; ".join(f"from step {first} on {batch} sequences of {length}" for first, batch, length in was)
+        read = "; ".join(
+            f"from step {first} on {counted(batch, 'sequence')} of {length}" for first, batch, length in was
+        )
         untils = [phase.until for phase in config.trainer.phases]
         moved = [i for i, until in enumerate(untils) if until is not None and is_share(until)]
         hint = f"; trainer.phases[{moved[0]}].until is a share of the run's length: set it in steps" if moved else ""

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import yaml
 from omegaconf import OmegaConf
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
@@ -281,11 +281,10 @@ class RunFolder:
             name: trim(self.path / name, last) for name, last in ((METRICS, step), (TENSORS, step), (EVENTS, None))
         }
         if later := dropped[METRICS].later:
-            self._note("resume", step, f"{later} lines later than step {step} dropped from {METRICS}")
+            self._note("resume", step, f"{counted(later, 'line')} later than step {step} dropped from {METRICS}")
         for name, (_, damaged) in dropped.items():
             if damaged:
-                lines = "line" if damaged == 1 else "lines"
-                self._note("resume", step, f"{damaged} damaged {lines} dropped from {name}")
+                self._note("resume", step, f"{counted(damaged, 'damaged line')} dropped from {name}")
         try:
             changed = changes((self.path / CONFIG).read_bytes(), texts[CONFIG])
         except yaml.YAMLError:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from precision.errors import counted
 from trainer.files import open_own, thin, trim
 
 
@@ -52,7 +53,7 @@ class JsonLines:
                 if self._append(line):
                     news = f"{self._path} was deleted or moved: a new one starts here"
                 if self._lost:
-                    news = f"{self._path} can be written again; {self._lost} lines were lost"
+                    news = f"{self._path} can be written again; {counted(self._lost, 'line')} lost"
                 self._lost = 0
             except OSError as error:
                 self._lost += 1

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 from trainer.sinks.jsonl import finite_or_none
 from trainer.sinks.trackers import one_line
 
@@ -139,7 +139,7 @@ class _Channel:
             )
             left = self._queue.unfinished_tasks
         if left:
-            self._warn(f"{self._name}: {left} {'notice' if left == 1 else 'notices'} not delivered by the end")
+            self._warn(f"{self._name}: {counted(left, 'notice')} not delivered by the end")
         self._closed = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)

@@ -91,7 +91,7 @@ Make = Callable[..., Config]
         ),
         ("model.hidden_size=1e15", "model.hidden_size=1000000000000000: out of range; set at most 262144"),
         ("model.num_layers=1e15", "model.num_layers=1000000000000000: out of range; set at most 4096"),
-        ("model.num_experts_per_token=5", "model.num_experts_per_token=5: there are 4 experts"),
+        ("model.num_experts_per_token=5", "model.num_experts_per_token=5: only 4 experts"),
         ("data.validation_fraction=0", "data.validation_fraction=0"),
         ("data.path=/does/not/exist", "data.path=/does/not/exist: there is no such folder"),
     ],
@@ -257,7 +257,7 @@ def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monk
         (("precision.backend=transformer_engine",), r"backend=transformer_engine: its modules hold whole weights"),
         (("parallel.tensor=2", "model.num_heads=3"), r"parallel\.tensor=2: it does not divide model\.num_heads=3; set"),
         (("parallel.tensor=2", "model.vocab_size=501"), r"tensor=2: it does not divide model\.vocab_size=501"),
-        (("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"), r"tensor=2: a rank's 1 heads of"),
+        (("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"), r"tensor=2: a rank has 1 head of"),
         (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: it does not support parallel\.tensor=2; set"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_full_disk_takes_back_the_half_line_and_is_reported_once(tmp_path: Pat
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 4}]
     assert len(warnings) == 2 and str(path) in warnings[0]
-    assert warnings[1] == f"{path} can be written again; 2 lines were lost"
+    assert warnings[1] == f"{path} can be written again; 2 lines lost"
 
 
 def test_lines_that_are_dropped_after_a_full_disk_leave_no_hole(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class LoadPanel extends Panel {
       const y = Math.floor((event.clientY - box.top - this.top) / this.size), row = this.shares && this.shares[y];
       const x = row ? Math.floor(((event.clientX - box.left - this.left) / this.plotWidth) * row.length) : -1;
       if (!row || row[x] === undefined) return hideTip();
-      return tip(event, el("p", {}, el("b", {}, `${this.names[y] || `block ${y}`}, expert ${x}`)), el("p", {}, `${grouped(this.run.load.tokens[y][x])} tokens, × ${short(row[x], 3)} of the mean`));
+      return tip(event, el("p", {}, el("b", {}, `${this.names[y] || `block ${y}`}, expert ${x}`)), el("p", {}, `${grouped(this.run.load.tokens[y][x])} token${this.run.load.tokens[y][x] === 1 ? "" : "s"}, × ${short(row[x], 3)} of the mean`));
     };
     this.overlay.addEventListener("pointermove", show);
     this.overlay.addEventListener("pointerdown", show);

@@ -73,10 +73,10 @@ def model_line(run: Run, model: dict[str, Any]) -> str:
     ]
     size = []
     if model.get("num_layers") and model.get("hidden_size"):
-        size.append(f"{model['num_layers']} layers of {model['hidden_size']}")
+        size.append(f"{model['num_layers']} layer{'s' * (model['num_layers'] != 1)} of {model['hidden_size']}")
     if model.get("num_experts"):
         dense = not model.get("num_mtp_layers") and model.get("num_dense_layers") == model.get("num_layers")
-        size.append("dense" if dense else f"{model['num_experts']} experts")
+        size.append("dense" if dense else f"{model['num_experts']} expert{'s' * (model['num_experts'] != 1)}")
     return ", ".join([*chosen[-1:], *size])
 
 

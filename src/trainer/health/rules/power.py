@@ -6,6 +6,7 @@ air or water cooling, power throttling by the supply, failing memory.
 
 from typing import ClassVar
 
+from precision.errors import counted
 from trainer.health.alerts import Alert, Entry, Rule, number
 
 
@@ -92,8 +93,9 @@ class GpuMemoryErrors(Rule):
         if errors <= self._count:
             return []
         message = (
-            f"{errors:.0f} errors in GPU memory that ECC could not correct: numbers may be wrong. Resume from a "
-            "checkpoint before it, on another GPU; `nvidia-smi -q -d ECC,ROW_REMAPPER` shows which one is failing"
+            f"{counted(int(errors), 'error')} in GPU memory that ECC could not correct: numbers may be wrong. "
+            "Resume from a checkpoint before it, on another GPU; "
+            "`nvidia-smi -q -d ECC,ROW_REMAPPER` shows which one is failing"
         )
         return [Alert(self.name, step, message, errors, self._count)]
 

@@ -66,3 +66,5 @@ def test_heat() -> None:
 def test_failing_memory_alerts_once() -> None:
     (alert,) = lines({}, *[{"gpu/ecc_errors": 2}] * 30)
     assert alert.rule == "gpu_memory_errors" and alert.message.startswith("2 errors in GPU memory")
+    (one,) = lines({"gpu/ecc_errors": 1})
+    assert one.message.startswith("1 error in GPU memory")
