@@ -277,7 +277,7 @@ class PowerMeter:
                 self._lost.add(rank)
                 message = f"NVML has lost the GPU of rank {rank}; its power and temperature are no longer measured"
                 self._event("power", step, message, rank=rank, failed=True)
-        whole = self._found.whole and not self._lost
+        whole = self._found.whole and not any(math.isnan(readings[rank].watts) for rank in self._found.ranks)
         return combine(readings, whole, tokens, seconds, steps)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -271,6 +272,17 @@ def test_a_gpu_lost_on_another_rank_is_reported_once_and_the_others_continue() -
     (what, more), *others = events
     assert not others and more == {"rank": 1, "failed": True}
     assert what[2].startswith("NVML has lost the GPU of rank 1")
+
+
+def test_energy_per_token_waits_for_the_power_of_every_gpu() -> None:
+    """A rank's first sample may come after the first line, and a GPU may have no sensor of its power."""
+    other = Pair("cuda", Reading().row())
+    meter = PowerMeter(MeteredGpus(None, [0, 1], True, ""), PowerConfig(Switch.auto, 1.0), other, lambda *what: None)
+    meter._sampler = Mock(take=lambda: A)
+    line = meter.read(1, 1000, 2.0, 4)
+    assert line["gpu/power_watts"] == 600 and "gpu/joules_per_token" not in line
+    vars(other)["other"][0] = B.row()
+    assert meter.read(2, 1000, 2.0, 4)["gpu/joules_per_token"] == pytest.approx(2.2)
 
 
 @pytest.mark.usefixtures("here")
