@@ -39,11 +39,13 @@ class JsonLines:
         self._limit, self._say = limit, say
         self._lost = 0
         self._half: int | None = None
+        self._first = b""
         self._file = _open(path)
         self._lock = threading.Lock()
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one object. NaN and the infinities, which JSON does not have, become null."""
+    def write(self, entry: Mapping[str, Any], first: bool = False) -> None:
+        """Append one object. NaN and the infinities, which JSON does not have, become null. first: a file that is
+        created again begins with it."""
         line = (
             json.dumps({key: finite_or_none(value) for key, value in entry.items()}, allow_nan=False) + "\n"
         ).encode()
@@ -59,6 +61,7 @@ class JsonLines:
                 self._lost += 1
                 if self._lost == 1:
                     news = f"{self._path} cannot be written ({error.strerror or error}); lines are being lost"
+            self._first = line if first else self._first
             if not self._file.closed and os.fstat(self._file.fileno()).st_size > self._limit:
                 self._thin()
         if news is not None:
@@ -85,6 +88,8 @@ class JsonLines:
             self._file = _open(self._path)
         if self._half is not None:  # of an earlier line, whose removal failed
             os.ftruncate(self._file.fileno(), 0 if gone else self._half)
+        if gone:
+            self._file.write(self._first)
         self._half = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(line)

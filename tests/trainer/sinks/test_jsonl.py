@@ -115,6 +115,17 @@ def test_a_file_deleted_under_the_run_is_started_again(tmp_path: Path) -> None:
     assert warnings == [f"{path} was deleted or moved: a new one starts here"]
 
 
+def test_a_file_that_is_started_again_has_the_names_of_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    sink = JsonLines(path, lambda text: None)
+    sink.write({"names": ["a"]}, first=True)
+    sink.write({"step": 1})
+    path.unlink()
+    sink.write({"step": 2})
+    sink.close()
+    assert lines(path) == [{"names": ["a"]}, {"step": 2}]
+
+
 def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
