@@ -194,7 +194,7 @@ function drawBar() {
   const range = el("span", { class: "range" }), all = el("button", { class: "tool", onclick: () => zoom() }, "show all");
   const update = () => {
     const [low, high] = shown(), run = view.runs[0], step = view.hover;
-    const tokens = step !== null && run.about.tokens_per_step ? ` · ${short(step * run.about.tokens_per_step, 3)} tokens` : "";
+    const tokens = step !== null && run.curves.has("tokens") ? ` · ${short(tokensAt(run.curves.get("tokens"), step), 3)} tokens` : "";
     range.textContent = step !== null ? `step ${grouped(step)}${tokens}` : `steps ${grouped(Math.max(low, 0))} – ${grouped(high)}`;
     all.hidden = view.range === null;
   };
@@ -219,6 +219,12 @@ function drawBar() {
   update();
 }
 
+// Tokens up to a step: between two lines evenly, since phases change how many a step has.
+function tokensAt({ mid, mean }, step) {
+  const i = Math.min(firstAtLeast(mid, step), mid.length - 1), [from, before] = i ? [mid[i - 1], mean[i - 1]] : [0, 0];
+  return before + (mean[i] - before) * clamp((step - from) / (mid[i] - from), 0, 1);
+}
+
 // Charts ----------------------------------------------------------------------------------------------------------------
 
 function wanted(spec) {
@@ -230,7 +236,7 @@ function wanted(spec) {
 }
 
 function drawCharts() {
-  const main = document.getElementById("main"), known = new Set(SECTIONS.flatMap(([, specs]) => specs.flatMap((spec) => (spec.keys || []).map(({ key }) => key))));
+  const main = document.getElementById("main"), known = new Set(["tokens", ...SECTIONS.flatMap(([, specs]) => specs.flatMap((spec) => (spec.keys || []).map(({ key }) => key)))]);
   if (!main.firstChild) {
     for (const section of SECTIONS) {
       section.grid = el("div", { class: "grid" });

@@ -73,7 +73,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
         arrays = {
             key: series.arrays(since(key, "series"))
             for key, series in run.series.items()
-            if key != "tokens" and (key != MTP or any(series.values))
+            if key != MTP or any(series.values)
         }
         grids = {
             key: grid(key, source, len(run.rows[key.partition("/")[0]]), columns, since(key, "grids"))

@@ -37,7 +37,6 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
         "step": run.last_step,
         "goal": goal,
         "tokens": tokens if tokens is not None else run.last_step * per_step or None,
-        "tokens_per_step": per_step or None,
         "state": kind,
         "state_text": text,
         "loss": recent(run),

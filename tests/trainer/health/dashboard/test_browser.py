@@ -196,6 +196,22 @@ def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(
     assert browser.run(f"({panel}.render(), {panel}.isLog)") and browser.run(f"{panel}.y[0]") > 1e-3
 
 
+def test_tokens_at_a_step_are_those_of_its_phases(browser: Browser, tmp_path: Path, made: Callable[..., Path]) -> None:
+    folder = made(tmp_path / "phases", steps=40)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["tokens"] = 10 * line["step"] if line["step"] <= 20 else 200 + 50 * (line["step"] - 20)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = Run(folder)
+    run.poll()
+    (tmp_path / "page.html").write_text(page(payload([run])))
+    browser.open((tmp_path / "page.html").as_uri())
+    for step, tokens in ((10, 100), (20, 200), (25, 450), (40, 1200)):
+        shown = browser.run(f"(hover({step}), document.querySelector('.range').textContent)")
+        assert shown == f"step {step} · {tokens} tokens"
+    assert "tokens" not in titles(browser)
+
+
 def test_a_printed_page_has_the_charts_that_are_off_the_screen(browser: Browser, pages: Path) -> None:
     browser.show(1400, 900)
     browser.open((pages / "short.html").as_uri())
