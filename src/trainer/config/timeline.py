@@ -273,12 +273,14 @@ def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
     return moves
 
 
-def steps_of_tree(tree: Any) -> int | None:
-    """Return the steps of the run whose config is this plain tree, of any age; None if unknown."""
+def steps_of_tree(tree: Any, of: Any = None) -> int | None:
+    """Return the steps of the run whose config is this plain tree, of any age, or `of` a span of it; None if
+    unknown."""
     trainer = tree.get("trainer") if isinstance(tree, dict) else None
-    given = trainer.get("max_steps") if isinstance(trainer, dict) else None
+    given = of if of is not None else trainer.get("max_steps") if isinstance(trainer, dict) else None
     try:
-        return Timeline(fit(trainer, TrainerConfig, lambda key, value: key)).steps
+        timeline = Timeline(fit(trainer, TrainerConfig, lambda key, value: key))
+        return timeline.steps if of is None else timeline.steps_of(of) if span(of) is not None else None
     except (UserError, AttributeError, TypeError):
         return given if isinstance(given, int) else None
 

@@ -157,3 +157,5 @@ def test_the_goal_of_a_run_of_any_age_is_read_from_its_config() -> None:
     assert steps_of_tree({}) is None and steps_of_tree(None) is None
     tree = {"max_steps": None, "max_tokens": "1K", "seed": 1, "global_batch_size": 4, "microbatch_size": 4}
     assert steps_of_tree({"trainer": tree | {"sequence_length": 10, "device": "cpu"}}) == 25
+    of = {"trainer": tree | {"sequence_length": 10, "device": "cpu"}}
+    assert [steps_of_tree(of, span) for span in (3, "0.2K", "20%", "often", [3])] == [3, 5, 5, None, None]

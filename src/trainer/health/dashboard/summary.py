@@ -103,8 +103,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     if goal and run.last_step >= goal:
         return "finished", ""
     age = time.time() - max(_changed(run, name) for name in (METRICS, EVENTS, LOG))
-    every = mapping(run.config.get("logging")).get("every")
-    logging = every if isinstance(every, int) and every else 1
+    logging = steps_of_tree(run.config, mapping(run.config.get("logging")).get("every") or 1) or 1
     quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
     if age > quiet:
         return "silent", f"nothing written for {span(age)}"

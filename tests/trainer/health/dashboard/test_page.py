@@ -135,6 +135,20 @@ def test_the_head_of_the_page_shows_the_run(long_run: Run) -> None:
     assert model_line(long_run, dense) == "moonlight_16b, 8 layers of 2048, dense"
 
 
+def test_a_run_that_logs_by_tokens_is_silent_after_twenty_intervals(tmp_path: Path) -> None:
+    path = small(tmp_path, steps=1)
+    trainer = "{max_steps: 100000, max_tokens: null, global_batch_size: 4, microbatch_size: 4, sequence_length: 1000"
+    trainer += ", seed: 1, device: cpu}"
+    (path / "config.yaml").write_text(f"trainer: {trainer}\nlogging: {{every: 1M}}\n")  # every 250 steps
+    (path / "metrics.jsonl").write_text('{"step": 1, "perf/step_seconds": 1}\n')
+    states = []
+    for seconds in (4900, 5100):
+        written = time.time() - seconds
+        os.utime(path / "metrics.jsonl", (written, written))
+        states.append(summary(opened(path))["state"])
+    assert states == ["running", "silent"]
+
+
 def test_how_a_run_stands(tmp_path: Path) -> None:
     path = small(tmp_path, steps=5)
 
