@@ -134,6 +134,8 @@ class Run:
         self.sinks.event("resume", self.folder.first_step, message)
         if rate := moved_rate(meta, self.config, self.folder.first_step, int(self.engine.guard.committed)):
             self.sinks.event("settings", self.folder.first_step, rate)
+        if meta.get("config", {}).get("precision") != kept_tree(self.config)["precision"]:
+            self.alerts.another_precision()
         self.checkpointer.warn_of_deletions(self.folder.first_step, self.ladder.streak_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
             changed = f"the text of {self.data.validation.path} has changed, and so loss/validation will"

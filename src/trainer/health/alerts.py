@@ -89,6 +89,9 @@ class Rule:
     def another_shape(self) -> None:
         """Take note that steps have another batch or sequence length from the next one on."""
 
+    def another_precision(self) -> None:
+        """Take note that tensors are in other formats, or scaled otherwise, from the next step on."""
+
 
 class History:
     """The last `size` values of a quantity, with their steps. Adding a step again drops the later ones."""
@@ -183,6 +186,11 @@ class Alerts:
         """Pass on that steps have another batch or sequence length from the next one on."""
         for rule in self._rules:
             rule.another_shape()
+
+    def another_precision(self) -> None:
+        """Pass on that tensors are in other formats, or scaled otherwise, from the next step on."""
+        for rule in self._rules:
+            rule.another_precision()
 
     def check(self, metrics: Entry) -> list[Alert]:
         """Return the alerts to raise for a logged line."""

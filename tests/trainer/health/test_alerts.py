@@ -129,6 +129,14 @@ def test_a_healthy_run_raises_no_alert_and_one_that_diverges_does(config: Config
     assert len([event for event in events(run, "alert") if event["rule"] == "loss_rise"]) == 1
 
 
+def test_scales_of_another_format_are_no_drop(config: Configs) -> None:
+    """E4M3 ends at 448, and E5M2, which had scales of gradients 128 times as large, at 57344."""
+    keys = ("+recipe=fp8_delayed", "run.name=format", "health.every=0", "checkpoint.every=0")
+    run = Trainer(config(*keys, "trainer.max_steps=22")).train().folder
+    Trainer(config(*keys, "trainer.max_steps=24", "run.resume=auto", "precision.scaling.backward=e4m3")).train()
+    assert not [event for event in events(run, "alert") if event["rule"] == "scale_drop"]
+
+
 def test_alerts_can_be_off(config: Configs) -> None:
     trainer = Trainer(config("health.alerts.enabled=false", "optim.lr=10", "trainer.max_steps=5"))
     try:

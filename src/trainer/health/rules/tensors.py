@@ -24,6 +24,10 @@ class _ScaleJump(Rule):
         self._times = times
         self._past: list[tuple[int, np.ndarray]] = []
 
+    def another_precision(self) -> None:
+        """Forget all scales: a format's largest value is a factor of them."""
+        self._past = []
+
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, scales = _rows(tensors, "fp8", "scale")
         if not names:
