@@ -53,15 +53,17 @@ class Alert:
     """Row of tensors.jsonl that the alert is about."""
     block: str | None = None
     """Block of the model that the alert is about."""
+    rank: int | None = None
+    """Rank that the alert is about."""
 
     @property
     def about(self) -> str:
         """The subject of the alert. The same rule on another tensor is another alert."""
-        return self.tensor or self.block or ""
+        return self.tensor or self.block or ("" if self.rank is None else f"rank {self.rank}")
 
     def what(self) -> dict[str, Any]:
         """Return the event's fields except step and message."""
-        named = {"tensor": self.tensor, "block": self.block}
+        named = {"tensor": self.tensor, "block": self.block, "rank": self.rank}
         fields = {"rule": self.rule, "value": _rounded(self.value), "threshold": _rounded(self.threshold)}
         return fields | {key: name for key, name in named.items() if name is not None}
 

@@ -56,6 +56,12 @@ def test_late_data_is_named_where_it_takes_time() -> None:
     assert said(*[{**LATE, "perf/step_seconds": 0.01}] * 7) == [], "2 ms"
 
 
+def test_another_rank_is_another_alert() -> None:
+    slow, late = said(*[SLOW] * 10, *[LATE] * 10)
+    assert (slow.rank, slow.step, late.rank, late.step) == (5, 6, 1, 15) and late.what()["rank"] == 1
+    assert [alert.rank for alert in said(*[SLOW] * 10, *[{**SLOW, "ranks/gpu_rank": 3}] * 10)] == [5, 3]
+
+
 def test_ranks_that_are_slow_in_turn_are_no_stragglers() -> None:
     assert said(*[{**SLOW, "ranks/gpu_rank": step % 2} for step in range(20)]) == []
     assert said(*[SLOW, SLOW, {**SLOW, "ranks/gpu_slowness": 0.05}, SLOW, SLOW] * 4) == []

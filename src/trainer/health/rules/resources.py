@@ -82,13 +82,13 @@ class Straggler(Rule):
                 f"{self.LINES} lines in a row; all ranks wait for it: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` "
                 "there, or exclude that node"
             )
-            alerts.append(Alert(self.name, step, message, slow, self._share))
+            alerts.append(Alert(self.name, step, message, slow, self._share, rank=rank))
         if wait is not None and (rank := self._lasting("data", wait, metrics)) is not None:
             message = (
                 f"rank {rank} waits {100 * wait:.0f} % of a step longer for its data than the others, for {self.LINES} "
                 "lines in a row; all ranks wait for it: check the disk, the network and the load of its host"
             )
-            alerts.append(Alert(self.name, step, message, wait, self._share))
+            alerts.append(Alert(self.name, step, message, wait, self._share, rank=rank))
         return sorted(alerts, key=lambda alert: -alert.value)
 
     def _lasting(self, what: str, value: float, metrics: Entry) -> int | None:
