@@ -35,7 +35,7 @@ class AlertsConfig:
     loss_rise: float | None
     """Nats by which the loss exceeds its lowest value, for three consecutive lines."""
     loss_plateau: int | None
-    """Steps in which neither the loss nor the gradient norm falls; a quarter of the run, if that is more."""
+    """Steps in which neither the loss nor the gradient norm falls; half of the run or 100 lines, if that is more."""
     scale_drop: float | None
     """A tensor's scale falls by this factor within a few lines."""
     scale_rise: float | None

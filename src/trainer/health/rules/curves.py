@@ -42,18 +42,18 @@ class LossPlateau(Rule):
     """Over the last `steps`, neither the loss nor the gradient norm is lower in the later half than in the earlier
     half.
 
-    Lower means by more than the standard error of the difference of the medians. A loss that follows a power law falls
-    ever more slowly, and the noise between batches is far larger: the window is therefore at least a quarter of the
-    run, so that healthy progress exceeds the noise at any time.
+    Lower is the median; after an alert, by three standard errors of the difference of the medians. A loss that follows
+    a power law falls ever more slowly, and the noise between batches is far larger: the window is therefore at least
+    half of the run and `FEWEST` lines, so that healthy progress exceeds the noise at any time.
     """
 
     name = "loss_plateau"
-    LINES, FEWEST, SHARE, EACH = 1000, 40, 0.25, 10
+    LINES, FEWEST, SHARE, EACH = 1000, 100, 0.5, 10
 
     def __init__(self, steps: float):
         self._steps, self._losses, self._norms = steps, History(self.LINES), History(self.LINES)
         self._kept = 0
-        self._errors = 1.0  # standard errors that count as a fall; more after an alert, until a clear fall
+        self._errors = 0.0  # standard errors that count as a fall; more after an alert, until a clear fall
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         loss, norm = number(metrics, "loss/lm"), number(metrics, "optim/grad_norm")
@@ -68,13 +68,14 @@ class LossPlateau(Rule):
         if self._kept % self.EACH:
             return None
         steps = self._losses.steps
-        inside = sum(at >= step - window for at in steps)
-        if steps[0] > step - 0.98 * window or inside < self.FEWEST:
+        if len(steps) < self.FEWEST or steps[0] > step - 0.98 * window:
             return None
+        window = max(window, step - steps[-self.FEWEST])
+        inside = sum(at >= step - window for at in steps)
         loss_fell, loss_error = _fall(self._losses.values[-inside:])
         norm_fell, norm_error = _fall(self._norms.values[-inside:])
         if loss_fell > self._errors * loss_error or norm_fell > self._errors * norm_error:
-            self._errors = 1.0
+            self._errors = 0.0
             return []
         self._errors = 3.0
         message = (

@@ -23,6 +23,12 @@ def test_none_fires_on_a_long_healthy_run(a_run: Callable, raised: Callable, see
     assert raised(a_run(20_000, seed=seed)) == []
 
 
+@pytest.mark.parametrize("every", [25, 50, 100])
+def test_none_fires_where_few_steps_are_logged(a_run: Callable, raised: Callable, every: int) -> None:
+    """Medians of few lines are noisy."""
+    assert raised(a_run(40_000, every=every)) == []
+
+
 def test_none_fires_where_every_step_is_logged(a_run: Callable, raised: Callable) -> None:
     assert raised(a_run(1500, every=1)) == []
 
@@ -116,7 +122,7 @@ def pieces(step: int, metrics: Metrics, inside: Metrics) -> None:
 
 CASES: list[tuple[str, Callable, int, str, str | None]] = [
     ("grad_norm_spike", spike, 0, r"gradient norm .* times its median over the last 100 lines", None),
-    ("loss_plateau", plateau, 2000, r"has not fallen in 2\d\d\d steps .* nor has the gradient norm", None),
+    ("loss_plateau", plateau, 3500, r"has not fallen in 3\d\d\d steps .* nor has the gradient norm", None),
     ("loss_rise", rise, 100, r"nats above its lowest.*lower optim\.lr", None),
     (
         "scale_drop",
@@ -166,7 +172,7 @@ def test_another_speed_with_another_batch_is_no_drop() -> None:
         assert bool(said) is not is_told
 
 
-@pytest.mark.parametrize(("fault", "within"), [(plateau, 2000), (rise, 100), (kurtosis(6.0), 1000)])
+@pytest.mark.parametrize(("fault", "within"), [(plateau, 3500), (rise, 100), (kurtosis(6.0), 1000)])
 def test_a_run_without_fp8_is_not_sent_to_bf16(a_run: Callable, raised: Callable, fault: Callable, within: int) -> None:
     def said(**fp8: float) -> str:
         return raised((metrics | fp8, inside) for metrics, inside in a_run(FROM + within + 100, fault))[0].message
