@@ -323,7 +323,7 @@ drawBar();
 drawCharts();
 drawEvents();
 redraw();
-const strides = view.runs.filter((run) => run.about.stride > 1).map((run) => `of ${run.name} every ${run.about.stride}th line of tensors.jsonl was read`);
+const strides = view.runs.filter((run) => run.about.stride > 1).map((run) => `of ${run.name} one line in ${run.about.stride} of tensors.jsonl was read`);
 document.getElementById("foot").append(["Drag to zoom, double-click for all steps; with fingers: touch to read, pinch to zoom. Where steps are put together, the line is their mean and the band goes from the least to the greatest value.", ...strides].join(" "));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); drawBar(), drawEvents(); redraw(); });
 addEventListener("keydown", (event) => { if (event.key === "Escape") zoom(); });

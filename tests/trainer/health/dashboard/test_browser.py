@@ -204,8 +204,12 @@ def test_tokens_at_a_step_are_those_of_its_phases(browser: Browser, tmp_path: Pa
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = Run(folder)
     run.poll()
-    (tmp_path / "page.html").write_text(page(payload([run])))
+    data = payload([run])
+    data["runs"][0]["about"]["stride"] = 2
+    (tmp_path / "page.html").write_text(page(data))
     browser.open((tmp_path / "page.html").as_uri())
+    foot = browser.run("document.getElementById('foot').textContent")
+    assert foot.endswith("of phases one line in 2 of tensors.jsonl was read")
     for step, tokens in ((10, 100), (20, 200), (25, 450), (40, 1200)):
         shown = browser.run(f"(hover({step}), document.querySelector('.range').textContent)")
         assert shown == f"step {step} · {tokens} tokens"
