@@ -117,6 +117,7 @@ _RANGES = {
     "above 0 and up to 1": (0.0, 1.0, _SHARES),
     "above 1": (1.0, math.inf, _FACTORS),
     "above 0": (0.0, math.inf, _OTHERS),
+    "of 0 or more": (-1.0, math.inf, "gpu_memory_errors"),
 }
 
 

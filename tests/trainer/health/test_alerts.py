@@ -153,6 +153,7 @@ def test_alerts_can_be_off(config: Configs) -> None:
         ("scale_drop=0.5", r"health\.alerts\.scale_drop=0\.5: .*above 1"),
         ("throttled=10", r"health\.alerts\.throttled=10\.0: out of range; set a number above 0 and up to 1"),
         ("gpu_celsius=nan", r"health\.alerts\.gpu_celsius=nan: out of range"),
+        ("gpu_memory_errors=-1", r"health\.alerts\.gpu_memory_errors=-1: out of range; set a number of 0 or more"),
         ("repeat=0", r"health\.alerts\.repeat=0"),
         ("webhook=example.org", r"health\.alerts\.webhook: .* set http"),
         ("command=no-such-program", r"health\.alerts\.command: no program 'no-such-program' here"),
