@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from precision.errors import UserError, counted
+from precision.errors import UserError
 
 FORMAT = 2  # of bin and sidecar; incremented when either changes meaning
 SPARE_FILES = 256  # kept free for a process beside the shards
@@ -205,8 +205,8 @@ class Bins:
         """Raise UserError if there is no window at all."""
         if self.num_windows(sequence_length) == 0:
             raise UserError(
-                f"trainer.sequence_length={sequence_length}: {self.path} has only {counted(self.num_tokens, 'token')}, "
-                f"a sequence takes {sequence_length + 1}: lower it, or give more text"
+                f"trainer.sequence_length={sequence_length}: {self.path} has only {self.num_tokens} tokens, a sequence "
+                f"takes {sequence_length + 1}: lower it, or give more text"
             )
 
     def gather(self, windows: np.ndarray, sequence_length: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precision.errors import refuse
+from precision.errors import counted, refuse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,7 +115,8 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         least *= size
         if ranks % size:
             of = "" if ranks == world else " of a stage" if ranks == stage else " that parallel.context leaves"
-            why = f"it does not divide the {ranks} processes{of}"
+            them = f"the {ranks} processes" if ranks > 1 else "the one process"
+            why = f"it does not divide {them}{of}"
             refuse(f"parallel.{axis}", size, why, f"set {divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
@@ -129,7 +130,8 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     groups = stage // (context * tensor)
     others = {"context": context, "tensor": tensor, "pipeline": pipeline}
     of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
-    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes" if world > 1 else "one process"
+    these = f"the {world} processes" if world > 1 else "one process"
+    these = f"the {counted(groups, 'group')} of {of} processes" if of else these
     if left:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
