@@ -17,6 +17,7 @@ from trainer.files import trim
 from trainer.offline.replay import Replay, ReplayTarget, config_of, find, replay
 from trainer.offline.saved_model import config_at
 from trainer.recovery.nonfinite_probe import TensorReading
+from trainer.step.microbatch import EagerMicrobatch, Losses
 
 ROOT = Path(__file__).parents[2]
 KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"
@@ -116,6 +117,27 @@ def test_within_documents_both_passes_weigh_multi_token_prediction_as_the_step_d
     done = again(find(run, 4, 10), against="fp32")
     ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     assert all(kept(row).equal(kept(theirs[name])) for name, row in ours.items()), "one precision, the same bits"
+
+
+def test_recordings_are_forgotten_where_a_phase_begins(
+    tmp_path: Path, small_runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are CUDA graphs of one shape and number of microbatches."""
+    small_runs.write(tmp_path)
+    keys = ["precision=fp32", "trainer.max_steps=4", "trainer.phases=[{until: 2}, {microbatch_size: 4}]"]
+    run = small_runs.train(tmp_path, "run", *KEYS, *keys, "checkpoint.every=0")
+    shutil.rmtree(run / "checkpoints")  # from the start
+    log: list[int | str] = []
+    original = EagerMicrobatch.__call__
+
+    def noted(self: EagerMicrobatch, tokens: Tensor, index: int, count: int) -> Losses:
+        log.append(count)
+        return original(self, tokens, index, count)
+
+    monkeypatch.setattr(EagerMicrobatch, "__call__", noted)
+    monkeypatch.setattr(EagerMicrobatch, "forget", lambda self: log.append("forget"))
+    again(find(run, 3, 10), against="fp32")
+    assert log[:4] == [2, 2, 2, 2] and log[4] == "forget" and set(log[5:]) == {"forget", 1}
 
 
 def test_from_the_start_and_with_other_keys(run: Path) -> None:

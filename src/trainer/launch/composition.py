@@ -84,8 +84,9 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     for job in jobs:
         _check_sections(job.tree)
     if is_sweep:
-        if launch.under_torchrun:
-            raise UserError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+        if launch.under_torchrun or launch.size > 1:
+            starter = "torchrun" if launch.under_torchrun else "the launcher"
+            raise UserError(f"-m: {starter} starts one run; start a sweep without it, or {starter} once for each run")
         _name_runs(jobs)
         _check_resumed(jobs)
     for number, job in enumerate(jobs):

@@ -184,7 +184,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
             ladder.apply(step, loader, engine.optimizer.schedule)
         engine.adapt(timeline, step)
         if step < target.step:
-            engine.enter(timeline.weights(step), False)
+            engine.enter(timeline.weights(step), _changed(timeline, step))
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
     tokens = loader.next()
@@ -192,7 +192,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     set_document_masking(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
     for each in (engine, twin):
-        each.enter(timeline.weights(target.step), False)
+        each.enter(timeline.weights(target.step), _changed(timeline, target.step))
         if (targets := each.model.mtp_targets(tokens)) is not None:
             each.model.expect(targets, count)
 
@@ -221,6 +221,12 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     theirs = _pass(other.precision.name, twin, results[1], seen[1])
     windows = loader.served[index * size : (index + 1) * size]
     return Replay(config, target, ours, theirs, engine, loader, data, index, count, windows, scales)
+
+
+def _changed(timeline: Timeline, step: int) -> bool:
+    """Return whether the step before had another shape or other loss weights."""
+    before = max(step - 1, 1)
+    return (timeline.at(step), timeline.weights(step)) != (timeline.at(before), timeline.weights(before))
 
 
 def _pass(name: str, engine: Engine, result: StepResult, probe: NonfiniteProbe) -> Pass:

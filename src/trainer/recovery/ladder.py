@@ -93,13 +93,14 @@ class Ladder:
         target = _step(newest_checkpoint(checkpoints, on_event, first, verify))
         if target is None:
             return f"there is no intact checkpoint from before step {first}"
-        attempt, before = 1, self.rewinds[-1] if self.rewinds else None
+        rewinds = [rewind for rewind in self.rewinds if rewind.to < first]  # others belong to a discarded course
+        attempt, before = 1, rewinds[-1] if rewinds else None
         if before is not None and target <= before.step:  # no checkpoint was saved beyond it: the same trouble
             attempt = before.attempt + 1
             older = _step(newest_checkpoint(checkpoints, on_event, min(before.to, first), verify))
             target = target if older is None else older
         if attempt > self._config.rewind.max:
-            steps = ", ".join(str(rewind.to) for rewind in self.rewinds[-(attempt - 1) :])
+            steps = ", ".join(str(rewind.to) for rewind in rewinds[-(attempt - 1) :])
             often = "once" if attempt == 2 else f"{attempt - 1} times"
             return f"the run has rewound {often} already (to step {steps}), and the trouble recurred"
         rewind = self._config.rewind

@@ -203,3 +203,5 @@ class StepGuard:
             getattr(self, key).fill_(state.get(key, 0))
         if self._spikes is not None and state.get("spikes") is not None:
             self._spikes.load_state_dict(state["spikes"])
+        else:
+            self.forget_usual()

@@ -16,10 +16,13 @@ import pytest
 import yaml
 
 import trainer.trainer
+from precision.errors import UserError
 from trainer.config import Config
 from trainer.config.paths import kept_tree
 from trainer.digests import stamped
 from trainer.launch.command_line import guarded
+from trainer.launch.composition import compose
+from trainer.launch.launcher import Launch
 from trainer.launch.world import World
 from trainer.sinks import Summary
 
@@ -252,6 +255,15 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
     assert call("-m", "trainer.seed=2,3", "run.name=x") == 2
     assert "run.name=x_1_seed-3: runs/x_1_seed-3 exists; choose another run.name" in capsys.readouterr().err
     assert recorder.runs == []
+
+
+def test_ranks_train_no_sweep(monkeypatch: pytest.MonkeyPatch):
+    """Nor those that srun or mpirun starts, with the variables of torchrun."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "trainer.seed=2,3"])
+    for under_torchrun, starter in ((True, "torchrun"), (False, "the launcher")):
+        launch = Launch(size=2, local_size=2, under_torchrun=under_torchrun)
+        with pytest.raises(UserError, match=f"-m: {starter} starts one run; start a sweep without it"):
+            compose(ROOT / "configs", launch, "train")
 
 
 def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):

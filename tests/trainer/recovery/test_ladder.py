@@ -52,6 +52,17 @@ def test_rewinds_and_the_streak_survive_a_resume(tmp_path: Path) -> None:
     assert ladder(tmp_path / "other").read() == []
 
 
+def test_trouble_of_a_discarded_course_is_not_the_same_trouble(tmp_path: Path) -> None:
+    """The run has resumed from step 3, before the rewinds of its first course."""
+    ours, checkpoint = ladder(tmp_path), tmp_path / "checkpoints" / "step_00000003"
+    checkpoint.mkdir(parents=True)
+    ours.rewinds = [REWIND, replace(REWIND, to=5, attempt=2)]
+    for step in (4, 5, 6):
+        ours.note(SkippedStep(step, 16, 20, "loss (forward)"))
+    choice = ours.choose(3, checkpoint.parent, Mock(), lambda path: None)
+    assert isinstance(choice, Rewind) and (choice.to, choice.attempt) == (3, 1)
+
+
 def test_a_step_has_the_rewinds_up_to_the_last_one_that_went_back_to_before_it(tmp_path: Path) -> None:
     ours = ladder(tmp_path)
     ours.rewinds = [REWIND, replace(REWIND, to=9, windows=[[48, 52]], lr_until=20), replace(REWIND, to=3, lr_until=30)]

@@ -89,3 +89,6 @@ def test_counters_and_what_is_usual_survive_in_a_checkpoint(make: Make, spikes: 
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*readings, strict=True))
     other.count(other.judge(6, torch.ones(LOSSES), torch.ones(2)))
     assert other.state_dict()["committed"] == state["committed"] + 1
+    other.load_state_dict({**state, "spikes": None})  # of a run that did not detect them yet
+    readings = [each.judge(7, torch.ones(LOSSES), torch.ones(2)).reading or () for each in (other, make(spikes))]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*readings, strict=True))
