@@ -90,14 +90,15 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
         return
     off = "set parallel.tensor=1"
     together = degrees.sequence
-    fix = "set a divisor" if degrees.context == 1 else f"with parallel.context={degrees.context}; lower one of them"
     for key, value, ranks in (
         ("model.num_heads", m.num_heads, together),
         ("trainer.sequence_length", config.trainer.sequence_length, together),
         ("model.vocab_size", m.vocab_size, t),
     ):
         if value % ranks:
-            by = "" if ranks == t else f" as {ranks} ranks"
+            by, fix = "", "set a divisor"
+            if ranks != t:
+                by, fix = f" as {ranks} ranks with parallel.context={degrees.context}", "lower one of them"
             refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
     heads = m.num_heads // t
     widths = {

@@ -270,6 +270,20 @@ def test_settings_that_ranks_cannot_share_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("model.num_heads=6", r"num_heads=6 as 4 ranks with parallel\.context=2; lower one of them$"),
+        ("model.vocab_size=501", r"vocab_size=501; set a divisor$"),
+    ],
+)
+def test_the_advice_for_tensor_beside_context_names_what_cuts_it(config: Make, key: str, says: str):
+    """A context group cuts heads and positions, but no vocabulary: another `parallel.context` would not help."""
+    made = config("parallel=fsdp", "parallel.tensor=2", "parallel.context=2", "model.num_heads=4", key)
+    with pytest.raises(ValueError, match=rf"parallel\.tensor=2: it does not divide model\.{says}"):
+        check(made, world_size=4)
+
+
+@pytest.mark.parametrize(
     ("keys", "ranks", "says"),
     [
         (
