@@ -49,10 +49,11 @@ def _hops(group: dist.ProcessGroup, device: torch.device) -> Hops:
     size = dist.get_world_size(group)
     parts = [[len(list(ranks)) for _, ranks in groupby(nodes[i : i + size])] for i in range(0, len(nodes), size)]
     each = parts[0][0]
-    if any(part != [each] * (size // each) or len(part) < 2 for part in parts):
+    uneven = [part for part in parts if part != [each] * (size // each) or len(part) < 2]
+    if uneven:
         raise UserError(
             f"parallel.dispatch=two_hops: parallel.expert={size} ranks are not equally many on each of several nodes "
-            f"(here {', '.join(map(str, parts[0]))}); set parallel.dispatch=auto, or a multiple of a node's ranks"
+            f"(here {', '.join(map(str, uneven[0]))}); set parallel.dispatch=auto, or a multiple of a node's ranks"
         )
     axes = init_device_mesh(device.type, (len(parts), size // each, each), mesh_dim_names=("others", "nodes", "node"))
     return Hops(axes["nodes"].get_group(), axes["node"].get_group(), group)

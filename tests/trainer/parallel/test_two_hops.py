@@ -75,10 +75,10 @@ def main(out: Path) -> None:
         def build(*keys: str) -> Engine:
             return build_engine(composed.config_of([*RUN, *keys]), world.device, world=world)
 
-        for nodes, ranks in (("0000", "4"), ("0001", "3, 1")):
+        for nodes, size, ranks in (("0000", 4, "4"), ("0001", 4, "3, 1"), ("0122", 2, "2")):
             os.environ["GROUP_RANK"] = nodes[world.rank]
-            with pytest.raises(UserError, match=rf"two_hops: parallel.expert=4 ranks .* \(here {ranks}\); set "):
-                build("parallel.dispatch=two_hops")
+            with pytest.raises(UserError, match=rf"two_hops: parallel.expert={size} ranks .* \(here {ranks}\); set "):
+                build("parallel.dispatch=two_hops", f"parallel.expert={size}")
         os.environ["GROUP_RANK"] = "0011"[world.rank]
         made = {}
         for name, keys in CASES.items():
