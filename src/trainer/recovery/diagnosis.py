@@ -72,10 +72,12 @@ class SecondRun(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Origin of a bad step: microbatch `microbatch` of rank `rank`."""
+    """Origin of a bad step: microbatch `microbatch` of rank `rank`. amax: of the bad tensor there, before ranks compare
+    theirs as infinite; None if the place has none."""
 
     rank: int
     microbatch: int
+    amax: float | None = None
 
 
 class Diagnosis:
@@ -112,12 +114,13 @@ class Diagnosis:
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
             place = self._guard.first_place(evidence.own[microbatch], evidence.loss[microbatch, None])
             assert place is not None
-            own = microbatch, place
-        found = [(*theirs, rank) for rank, theirs in enumerate(self._world.gather(own)) if theirs is not None]
+            row = self._row(place)
+            own = microbatch, place, self._world.rank, None if row is None else float(evidence.own[microbatch, row])
+        found = [theirs for theirs in self._world.gather(own) if theirs is not None]
         if not found:
             return int(verdict.place), None
-        microbatch, place, rank = min(found)
-        return place, Origin(rank, microbatch)
+        microbatch, place, rank, amax = min(found)  # ranks differ: no amax is compared
+        return place, Origin(rank, microbatch, amax)
 
     def _report(
         self,
@@ -133,7 +136,7 @@ class Diagnosis:
         bad = BadStep(text, what={"module": name.partition(":")[0], "where": direction.strip(")")})
         bad.what["tensor"] = name if row is None else self._arena.names[row]
         if origin is not None and evidence is not None:
-            self._add_scale(bad, row, evidence)
+            self._add_scale(bad, row, evidence, origin)
         if evidence is None:
             bad.details.append("no details: too many bad steps since the last logged line")
         if again is not None:
@@ -149,10 +152,10 @@ class Diagnosis:
         name, _, direction = self._guard.places[place].rpartition(" (")
         return self._rows.get(name + GRAD_SUFFIX if direction == "backward)" else name)
 
-    def _add_scale(self, bad: BadStep, row: int | None, evidence: StepSnapshot) -> None:
+    def _add_scale(self, bad: BadStep, row: int | None, evidence: StepSnapshot, origin: Origin) -> None:
         """Add amax and scale."""
-        if row is not None:
-            bad.what["amax"] = _word(float(evidence.amax[row]))
+        if row is not None and origin.amax is not None:
+            bad.what["amax"] = _word(origin.amax)
             bad.details.append(f"amax {bad.what['amax']}")
             if (limit := float(self._limit[row])) > 0:
                 scale = float(evidence.scale[row])

@@ -266,6 +266,7 @@ def test_a_bad_step_names_its_rank(overrides: Small, start_ranks: Callable[..., 
     assert (what["rank"], what["microbatch"], what["windows"]) == (1, 1, [7, 7])
     assert what["module"] == "layers.0.attn.q" and what["tensor"] == "layers.0.attn.q:input" and what["elements"] > 1
     assert "rank 1, microbatch 1 of 2; window 7 of the run" in line and what["text"]
+    assert what["amax"] == "NaN" and "amax NaN" in line, "as in one process, where ranks compare no amaxes"
 
 
 if __name__ == "__main__":
