@@ -302,6 +302,8 @@ class _Send(torch.autograd.Function):
         dweight_TK = dweight_RK[row_TK, choice]
         if row_map.partial:
             dweight_TK = dweight_TK.masked_fill(row_map.owner != owner, 0)
+        if row_map.slots:  # a token that got none reads the last one, which may hold anything
+            dweight_TK = dweight_TK.masked_fill(row_TK < 0, 0)
         return dx_TD, None, dweight_TK, *(None,) * 4
 
 

@@ -177,6 +177,28 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     assert way.log == expected
 
 
+class Leftovers(Mirror):
+    """Shared memory: on the way back, slots that are not in use hold what was there before."""
+
+    def to_tokens(self, *rows: Tensor) -> list[Tensor]:
+        assert self.used is not None
+        return [one.clone().masked_fill_(~self.used[:, None], torch.nan) for one in rows]
+
+
+def test_a_token_without_a_slot_gets_no_gradient_from_what_is_left_in_another(recipe: Recipe) -> None:
+    """Such a step is skipped, for its lack of slots and not for a gradient that is not finite."""
+    layer, way = Layer(recipe("bf16"), "reference"), Leftovers()
+    x, weight = torch.randn(T, WIDTH).to(DEVICE, BF16).requires_grad_(), torch.rand(T, 2).to(DEVICE).requires_grad_()
+    expert = torch.arange(2, device=DEVICE).expand(T, 2)  # all of the first process: the second one's slots stay empty
+    row_map, _ = RowMap.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, False, 8)
+    way.used = row_map.token >= 0
+    x_AD, _, weight_AK = send(x, expert, weight, row_map, way, layer.up, True)
+    assert isinstance(x_AD, Tensor)
+    (x_AD.float().sum() + weight_AK.sum()).backward()
+    for grad in (x.grad, weight.grad):
+        assert grad is not None and bool((grad[:8] == 1).all()) and not grad[8:].any()
+
+
 @pytest.mark.parametrize(("name", "backend"), [run for run in RUNS if run[0] in RECIPES])
 def test_a_row_of_zeros_leaves_no_trace(recipe: Recipe, name: str, backend: str) -> None:
     """What experts receive that no token was sent to."""
