@@ -47,7 +47,7 @@ def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_t
     """
     usable = torch.isfinite(amax) & (amax > 0)
     limit = limit if isinstance(limit, Tensor) else torch.full_like(amax, limit)  # number / tensor would round twice
-    scale = limit / (torch.where(usable, amax, 1.0) * 2.0**margin)
+    scale = limit / 2.0**margin / torch.where(usable, amax, 1.0)  # amax times 2^margin might not be finite
     scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, 2.0**126)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)

@@ -148,7 +148,7 @@ def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constex
         top = tl.full(amax.shape, LIMIT / 1.75, tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000, top - 0x3F000000)
         return tl.where(usable, top - exponent + 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), tl.where(usable, amax, 1.0) * HEADROOM)
+    scale = tl.div_rn(tl.full(amax.shape, LIMIT / HEADROOM, tl.float32), tl.where(usable, amax, 1.0))
     scale = tl.minimum(tl.maximum(tl.where(usable, scale, 1.0), 1.1754943508222875e-38), 8.507059173023462e37)
     if POW2:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -84,6 +84,16 @@ def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int, dtype: torch
                 assert torch.equal(pick(inv).t(), pick(inv_t))
 
 
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+def test_a_margin_does_not_overflow(mode: int) -> None:
+    x, how = values(3, 16, torch.float32), Cast(E5M2, mode, False, 2, mode == ROW)
+    x *= 3e38 / x.abs().max()
+    data, inv, _, _ = kernels.cast(x, torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE), how)
+    want, want_inv = cast_in_tiles(x, how, *TILES[mode])
+    same(data, want, "rows")
+    assert float(want.float().abs().max()) > E5M2.max / 16 and float(inv.max()) == float(want_inv.max())
+
+
 @pytest.mark.parametrize("mode", [TENSOR, BLOCK])
 @pytest.mark.parametrize("stack", [(), (3,)])
 @pytest.mark.parametrize("delayed", [False, True])
