@@ -140,6 +140,7 @@ class PlainScreen(Screen):
         self._max_steps = max_steps
         self._enabled = enabled
         self._since: tuple[int, float] | None = None  # the first line: the time before it is mostly compilation
+        self._last = 0
 
     def line(self, text: Text) -> None:
         """Show a line."""
@@ -150,13 +151,15 @@ class PlainScreen(Screen):
         self.line(Text(f"{label:<{LABEL}} ", "dim").append(value, "not dim bold") if label or value else Text())
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Show the metrics of a step, and the remaining time at the speed since the first line."""
+        """Show the metrics of a step, and the remaining time at the speed since the first line, or since a rewind."""
         if not self._enabled:
             return
         line = metrics_line(values, self._max_steps)
         if _RATE in values:
             step, now = values["step"], time.monotonic()
-            first, began = self._since = self._since or (step, now)
+            again = step <= self._last  # after a rewind: steps that were trained twice took time twice
+            first, began = self._since = (step, now) if again or self._since is None else self._since
+            self._last = step
             if step > first:
                 seconds = (now - began) / (step - first) * (self._max_steps - step)
                 line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")

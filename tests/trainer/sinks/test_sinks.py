@@ -175,9 +175,13 @@ def test_a_pipe_gets_plain_whole_lines_with_the_time_left(
             sinks.progress(step)
             if step in (1, 20):
                 sinks.metrics(METRICS | {"step": step})
+        for step in (11, 21):  # after a rewind to step 10
+            sinks.metrics(METRICS | {"step": step})
+            now += 20
         sinks.event("alert", 20, "long " * 60)
     assert "\x1b" not in screen.raw
-    first, second, third = screen.raw.splitlines()
+    first, second, again, after, third = screen.raw.splitlines()
+    assert again.endswith("tok/s") and after.endswith("0:05:58 left")
     assert re.fullmatch(r"step   1/200  loss .* 12,346 tok/s", first)
     assert re.fullmatch(r"step  20/200  loss .* 12,346 tok/s  0:06:00 left", second)
     assert third.startswith("alert: long") and len(third) > 300
