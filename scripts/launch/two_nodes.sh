@@ -30,7 +30,8 @@ if [[ -v CUDA_VISIBLE_DEVICES ]]; then
 fi
 processes=${PROCESSES:-$gpus}
 if ((processes == 0)); then
-    refuse "PROCESSES: there is no GPU here${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}; set PROCESSES=2, say, to train on the CPU"
+    where=${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}
+    refuse "PROCESSES: there is no GPU here$where; set PROCESSES=2, say, to train on the CPU"
 fi
 if ((nodes == 1)); then
     meeting=(--standalone)
