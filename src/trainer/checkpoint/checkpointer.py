@@ -43,6 +43,7 @@ from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import save_parts
+from trainer.launch.liveness.exit_report import SAVING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,7 +82,7 @@ class Checkpointer:
         if world is not None and world.is_distributed:
             import torch.distributed as dist
 
-            self._group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=WAIT))
+            self._group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=WAIT, group_desc=SAVING))
             self._is_first = world.is_first
             # ranks of a killed run may still be writing
             self._attempt = world.broadcast(f".{time.time_ns():x}")

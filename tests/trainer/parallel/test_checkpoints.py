@@ -33,6 +33,7 @@ from trainer.checkpoint import (
     saved_shapes,
 )
 from trainer.checkpoint.state_tree import split
+from trainer.launch.liveness.exit_report import pending_operation
 from trainer.launch.world import World
 from trainer.trainer import Trainer
 
@@ -135,6 +136,11 @@ def held(world: World, folder: Path) -> None:
         trains.clear()
         checkpointer.save(step, state, {})
         weight.zero_()
+        if world.is_first:
+            trains.set()
+            time.sleep(0.2)  # its thread has written, and waits for the other's
+            (folder / "hanging").write_text(str(pending_operation()))
+        world.barrier()
         trains.set()
         checkpointer.wait()
     checkpointer.close()
@@ -376,6 +382,10 @@ def test_training_changes_weights_before_they_are_written_and_the_file_has_them_
     for step in (1, 2):
         state, _ = read(played / "held" / checkpoint_name(step))
         assert torch.equal(state["weight"], torch.full((16, 16), float(step)))
+
+
+def test_a_rank_that_waits_for_the_file_of_another_does_not_hang(played: Path) -> None:
+    assert (played / "hanging").read_text() == "None"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from typing import Any
 
 from trainer.files import SOURCE
 
+SAVING = "saving"
+"""Description of a process group that waits for disks: it has a time limit of its own, and main may wait as long."""
+
 _OWN_FILES = ("rank_group.py", "exit_report.py", "blame.py", "job_store.py")
 
 
@@ -71,8 +74,8 @@ def pending_operation(seconds: float = 0.0) -> str | None:
     `all_gather of [16, 64]`.
 
     It reads torch's flight recorder, which keeps the last two thousand or so of each backend. NCCL's come first, since
-    only the recorder knows the operation that a GPU waits in. None if there is no such operation, or torch does not
-    record.
+    only the recorder knows the operation that a GPU waits in. None if there is no such operation (those of `SAVING`
+    do not count), or torch does not record.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -89,6 +92,7 @@ def _first_pending(record: bytes | str, seconds: float = 0.0) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     waiting = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
+    waiting = [entry for entry in waiting if SAVING not in entry.get("process_group", ())]
     if not waiting:
         return None
     first = min(waiting, key=lambda entry: entry.get("time_created_ns", 0))
