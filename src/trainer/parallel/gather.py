@@ -108,9 +108,8 @@ class GatherFormat:
         made = self._receive(numbers)
         if made:
             numbers.untyped_storage().resize_(0)
-        else:
-            made = freed
-        return (_Edge.of(self._shape, dtype, numbers.device), made) if out is None else None
+        # FSDP keeps the first list; numbers freed here are the operand in `unquantised`
+        return (_Edge.of(self._shape, dtype, numbers.device), made + freed) if out is None else None
 
     def _receive(self, numbers: Tensor) -> list[Tensor]:
         return self._layer.receive(numbers)

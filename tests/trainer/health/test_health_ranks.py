@@ -26,7 +26,7 @@ from trainer.health import shadow
 from trainer.health.health import Health
 from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
-from trainer.parallel import mesh
+from trainer.parallel import large, mesh
 from trainer.parallel.gather import local
 from trainer.step.engine import Engine, build_engine
 from trainer.step.metrics import copy_to_host
@@ -66,6 +66,15 @@ def state(engine: Engine) -> list[Tensor]:
     return [t.clone() for t in (*shared, engine.arena.amax, engine.arena.history, *engine.model.router_bias)]
 
 
+def left(engine: Engine) -> list[int]:
+    """Bytes of large weights that are still gathered, and gradients that wait for their messages."""
+    gathers = [group.all_gather for _, group in large.groups(engine.model)]
+    wholes = [whole for gather in gathers if isinstance(gather, large.LargeWeights) for whole in gather._buffers]
+    assert any(whole.numbers.numel() for whole in wholes)
+    held = sum(whole.numbers.untyped_storage().size() for whole in wholes)
+    return [held, len(engine.microbatch._large._pending)]  # type: ignore[attr-defined]
+
+
 def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[str, Any]]:
     """The state after the last step, and all that was said of it."""
     engine, said = build_engine(config, CPU, world=world), dict[str, Any]()
@@ -77,6 +86,9 @@ def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[
         assert bool(result.verdict.ok)
         if every:
             said |= health.report(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
+    if every:
+        shadow.compare(engine, engine.share_of(batches()[0])[:1], BATCH)
+        said["left"] = left(engine)
     return state(engine), said
 
 
@@ -134,6 +146,11 @@ def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> Non
     assert math.isfinite(line["shadow/loss_gap"])
     assert 0 < line["optim/update_ratio"] < 0.1
     assert [sum(block) for block in line["load"]] == [BATCH * 24 * 2] * 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_shadow_holds_no_weights_and_gradients_afterwards(said: dict[str, dict[str, Any]], name: str) -> None:
+    assert said[name]["left"][0] == 0
 
 
 def one_process(precision: str) -> tuple[Engine, shadow.Shadow]:
