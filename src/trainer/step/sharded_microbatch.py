@@ -84,7 +84,8 @@ class ShardedMicrobatch:
         self._run.forget()
 
     def release(self) -> None:
-        """Free the gathered weights: an evaluation has no backward pass that would."""
+        """Free the gathered weights, which an evaluation has no backward pass for, and gradients of a second pass."""
+        self._large.finish(next(self._model.parameters()).device)
         for module in self.shared:
             module.reshard()
         if self._agreed is not None:
