@@ -60,6 +60,8 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
         assert parameter.grad is not None
         ours, theirs = kept.pop(name).flatten(), local(parameter.grad).flatten()
         parameter.grad = None
+        if ours.is_cuda:  # a large one's memory is of the steps' stream, and this is the stream that reduces
+            ours.record_stream(torch.cuda.current_stream(ours.device))
         products = torch.stack([ours.dot(ours), theirs.dot(theirs), ours.dot(theirs)])
         sums[place[name]] = products.double() / copies(parameter)
 
