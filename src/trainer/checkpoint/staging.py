@@ -12,6 +12,7 @@ torch's own DefaultStager is not used: in torch 2.11 it works once.
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class HostBuffers:
                 self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, buffer.data_ptr())
                 self._unpin.atexit = False
             else:
+                with suppress(RuntimeError):  # takes the error, which the next launch would raise as its own
+                    torch.ones((), device="cuda")
                 gib = len(buffer) / 2**30
                 warnings.warn(
                     f"{gib:.1f} GiB of host memory for checkpoints cannot be page-locked: saves stall longer",
