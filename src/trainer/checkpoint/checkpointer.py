@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -189,7 +190,9 @@ class Checkpointer:
                 if reason != self._last_reported:  # not by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
                 self._last_reported = reason
-            kept = "earlier checkpoints are intact, " if list_checkpoints(self.folder) else ""
+            kept = ""
+            with suppress(OSError):  # the whole disk may be away
+                kept = "earlier checkpoints are intact, " if list_checkpoints(self.folder) else ""
             raise CheckpointError(f"checkpoint of {reason}; {kept}free space or set run.dir") from error
         if files is None:  # of another rank than 0
             return

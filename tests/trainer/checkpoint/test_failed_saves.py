@@ -1,5 +1,6 @@
 """A save that fails costs one checkpoint and nothing else."""
 
+import errno
 import resource
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,25 @@ def test_training_continues_after_a_failed_save(checkpointer: Checkpointer, fold
     checkpointer.save(3, {"t": torch.ones(3)}, {})
     checkpointer.wait()
     assert [path.name for path in list_checkpoints(folder)] == ["step_00000003"]
+
+
+def test_a_disk_that_is_away_for_a_save_costs_that_checkpoint_only(
+    checkpointer: Checkpointer, folder: Path, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(path: Path, *_: object, **more: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    checkpointer.save(1, {"t": torch.ones(3)}, {})
+    checkpointer.wait()
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "mkdir", away)
+        disk.setattr(Path, "iterdir", away)
+        checkpointer.save(2, {"t": torch.ones(3)}, {})
+        checkpointer.wait_for_save()
+    checkpointer.save(3, {"t": torch.ones(3)}, {})
+    checkpointer.wait()
+    assert [(kind, step) for kind, step, *_ in events.heard] == [("checkpoint", 1), ("alert", 2), ("checkpoint", 3)]
+    assert [path.name for path in list_checkpoints(folder)] == ["step_00000001", "step_00000003"]
 
 
 def test_a_step_whose_save_failed_can_be_saved_again(checkpointer: Checkpointer, folder: Path) -> None:
