@@ -61,9 +61,11 @@ class JsonLines:
                 self._lost += 1
                 if self._lost == 1:
                     news = f"{self._path} cannot be written ({error.strerror or error}); lines are being lost"
+            else:
+                with suppress(OSError):  # which the next line meets, too
+                    if os.fstat(self._file.fileno()).st_size > self._limit:
+                        self._thin()
             self._first = line if first else self._first
-            if not self._file.closed and os.fstat(self._file.fileno()).st_size > self._limit:
-                self._thin()
         if news is not None:
             self._warn(news)
 
@@ -81,11 +83,14 @@ class JsonLines:
 
     def _append(self, line: bytes) -> bool:
         """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""
+        if self._file.closed:  # `_thin` or `trim` could not open it again
+            self._file = _open(self._path)
         gone = not self._is_in_place()
         if gone:
-            self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open(self._path)
+            new = _open(self._path)
+            self._file.close()
+            self._file = new
         if self._half is not None:  # of an earlier line, whose removal failed
             os.ftruncate(self._file.fileno(), 0 if gone else self._half)
         if gone:
@@ -104,8 +109,6 @@ class JsonLines:
 
     def _is_in_place(self) -> bool:
         """Return whether the open file still has that name."""
-        if self._file.closed:
-            return False
         ours = os.fstat(self._file.fileno())
         try:
             return os.path.samestat(ours, os.stat(self._path))
@@ -121,7 +124,8 @@ class JsonLines:
                 self._half, reason = None, ""  # an incomplete line is never kept
             except OSError as error:
                 reason = error.strerror or str(error)
-            self._file = _open(self._path)
+            with suppress(OSError):
+                self._file = _open(self._path)
         if reason:
             self._warn(f"{self._path} cannot be written ({reason}); lines later than step {last_step} stay in it")
 

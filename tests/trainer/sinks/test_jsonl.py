@@ -1,6 +1,7 @@
 """Lines of JSON: whole ones only, whatever the disk does."""
 
 import errno
+import math
 import os
 import resource
 import shutil
@@ -149,6 +150,36 @@ def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
     sink.write({"step": 3})
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 3}]
+
+
+@pytest.mark.parametrize(("way", "left"), [("open", [1, 2, 3, 5]), ("trimmed", [1, 5]), ("thinned", [3, 5])])
+def test_a_disk_that_is_away_for_a_moment_costs_the_lines_of_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, left: list[int]
+) -> None:
+    """Whether the file is open then, or has just been made shorter and must be opened again."""
+    path, warnings = tmp_path / "x.jsonl", list[str]()
+
+    def away(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    sink = JsonLines(path, warnings.append, limit=30 if way == "thinned" else math.inf)
+    for step in (1, 2):
+        sink.write({"step": step})
+    with monkeypatch.context() as disk:
+        disk.setattr("trainer.sinks.jsonl.open_own", away)
+        if way == "trimmed":
+            sink.trim(1)
+        else:
+            sink.write({"step": 3})  # exceeds the limit, if there is one
+        disk.setattr(os, "fstat", away)
+        sink.write({"step": 4})
+    sink.write({"step": 5})
+    sink.close()
+    assert [entry["step"] for entry in lines(path)] == left
+    assert [text.removeprefix(f"{path} ") for text in warnings] == [
+        "cannot be written (Stale file handle); lines are being lost",
+        "can be written again; 1 line lost",
+    ]
 
 
 def test_a_file_that_grows_beyond_its_limit_keeps_lines_of_all_steps(tmp_path: Path) -> None:
