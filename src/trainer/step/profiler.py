@@ -66,9 +66,12 @@ class Profiler:
             self.end(self._last)
             if self._profile is not None:
                 self._write(self._profile)
-        except (OSError, RuntimeError) as error:  # after a GPU fault there is nothing to write
-            message = f"steps {self._first} to {self._last} were recorded, but: {str(error).splitlines()[0]}"
-            self._on_event("profile", self._last, message, failed=True)
+        except RuntimeError as error:  # after a GPU fault there is nothing to write
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        message = f"steps {self._first} to {self._last} were recorded, but: {str(error).splitlines()[0]}"
+        self._on_event("profile", self._last, message, failed=True)
 
     def _start(self, step: int) -> None:
         self._first = step
@@ -86,6 +89,15 @@ class Profiler:
         if self._cuda:
             torch.cuda.synchronize()
         recorded.stop()
+        try:
+            self._save(recorded)
+        except OSError as error:  # training is worth more
+            self._report(error)
+        finally:
+            if self._cuda and self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _save(self, recorded: profile) -> None:
         self._folder.mkdir(exist_ok=True)
         window = f"step{self._first}-{self._last}{self._suffix}"
         names = [f"trace_{window}.json.gz"]
@@ -94,7 +106,6 @@ class Profiler:
             if self._cuda and self._memory:
                 names.append(f"memory_{window}.pickle")
                 torch.cuda.memory._dump_snapshot(f"{new}/{names[1]}")
-                torch.cuda.memory._record_memory_history(enabled=None)
             paths = [Path(new, name).rename(self._folder / name) for name in names]
         message = f"steps {self._first} to {self._last} recorded: {', '.join(path.name for path in paths)}"
         if self._memory and not self._cuda:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from run_lines import events
 
-from trainer.config import Config
+from trainer.config import Config, ProfileConfig
 from trainer.forecast.preflight import check
 from trainer.step.guard import TrainingStopped
+from trainer.step.profiler import Profiler
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
@@ -59,6 +60,23 @@ def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_resumes_in_it(
     assert {path.name for path in (run / "profile").iterdir()} == {"trace_step2-3.json.gz", "trace_step4-4.json.gz"}
     assert [event["step"] for event in events(run, "profile")] == [3, 4]
     assert "memory" not in events(run, "profile")[0]["message"]
+
+
+def test_a_failing_disk_costs_the_profile_only(tmp_path: Path) -> None:
+    heard = []
+
+    def note(kind: str, step: int, message: str, **what: object) -> None:
+        heard.append((kind, step, message, what))
+
+    profiler = Profiler(ProfileConfig([2, 2], memory=False), tmp_path, torch.device("cpu"), note, None)
+    (tmp_path / "profile").write_text("in the way")
+    for step in (1, 2, 3):
+        profiler.begin(step)
+        profiler.end(step)
+    profiler.close()
+    ((kind, step, message, what),) = heard
+    assert (kind, step, what) == ("profile", 2, {"failed": True})
+    assert message.startswith("steps 2 to 2 were recorded, but: ") and str(tmp_path / "profile") in message
 
 
 @pytest.mark.parametrize(
