@@ -244,18 +244,21 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
     assert checkpoints(run) == [f"step_{step:08}"]
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_does_not_wait_for_the_end_of_the_step(
-    config: Configs, monkeypatch: pytest.MonkeyPatch
+    config: Configs, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
 ) -> None:
     monkeypatch.setattr(signals, "ONE_SECONDS", 0.01)
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    at(trainer, 4, lambda: [(signal.raise_signal(signal.SIGINT), time.sleep(pause)) for pause in (0.02, 0)])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a shell's background job
+    at(trainer, 4, lambda: [(signal.raise_signal(number), time.sleep(0.02)) for number in (signal.SIGINT, second)])
+    # SIGINT is ignored below a shell's background job, and SIGTERM would end the tests
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, second)}
     try:
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     run = trainer.run.folder.path
     assert checkpoints(run) == ["step_00000002"] and metrics(run)[-1]["step"] == 3
 

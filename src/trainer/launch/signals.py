@@ -44,7 +44,7 @@ class StopSignals:
         self._noted = (
             world.rank_group.stop_signal if world is not None else 0
         )  # received before training, and swallowed
-        self._since: dict[int, float] = {}  # time of the first occurrence of each
+        self._since: float | None = None  # time of the first one
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
 
@@ -97,8 +97,10 @@ class StopSignals:
             self._answer(*self._question)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        since = self._since.setdefault(number, now := time.monotonic())
-        if self._world is None and now > since + ONE_SECONDS:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if self._world is None and now > self._since + ONE_SECONDS:
             signal.signal(number, self._before[number])  # type: ignore[arg-type]
             signal.raise_signal(number)
         self._noted = number
