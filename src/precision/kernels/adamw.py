@@ -118,7 +118,7 @@ def _write_copy(
     if scales == 0:
         plain = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.bfloat16)), ALIGN)
         tl.store(plain + at, rounded.to(tl.bfloat16), mask=inside)
-    else:
+    elif F8 is not None:  # GPUs before sm_89 cannot compile this
         data = tl.multiple_of(tl.load(entry).to(tl.pointer_type(F8)), ALIGN)
         group = begin // tl.load(entry + 1)
         scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + group)
@@ -141,7 +141,7 @@ def _adamw_kernel(
     """Update one chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
     addresses of p, m and v, number of elements. copies [P, 5]: address of the copy (0: none), elements of a group,
     addresses of its groups' scales (0: BF16), inverse scales and amaxes. All addresses are multiples of ALIGN. MOMENT:
-    format of m and v."""
+    format of m and v. F8: that of copies with scales; None: there are none."""
     entry = chunks + tl.program_id(0).to(tl.int64) * 2
     i = tl.load(entry)
     begin = tl.load(entry + 1).to(tl.int64) * (BLOCK * BLOCKS)
@@ -271,6 +271,7 @@ class FusedAdamW:
         self._look_up([0 if g is None else g.data_ptr() for g in gradients], made)
         divisor = self._one if divisor is None else divisor
         beta1, beta2 = self._betas
+        narrow = TRITON_FP8[E4M3.dtype] if any(entry[2] for entry in self._entries) else None
         P = len(self._parameters)
         _prepare_kernel[(cdiv(P, _PREPARED),)](
             self._gradients, self._steps, self._decays, ok, lr, divisor, self._factors, P,
@@ -280,7 +281,7 @@ class FusedAdamW:
             _adamw_kernel[(len(self._chunks),)](
                 self._chunks, self._gradients, self._tensors, self._copies, self._factors, ok,
                 beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment, self._evict,
-                TRITON_FP8[E4M3.dtype], E4M3.max, num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
+                narrow, E4M3.max, num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
         torch.autograd.graph.increment_version(written)  # caches made from a parameter compare its version

@@ -193,6 +193,18 @@ def test_copies_are_casts_of_the_new_masters(shape: tuple[int, ...]) -> None:
     assert run.kernel.step(torch.tensor(True), torch.tensor(LR), None, [made, None, None]) == [False] * 3
 
 
+def test_the_kernel_has_fp8_only_where_a_copy_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before sm_89 cannot compile it."""
+    run, seen = Run(shapes=[(8, 16)]), []
+    monkeypatch.setattr(adamw, "_adamw_kernel", {(1,): lambda *args, **options: seen.append(args[-2])})
+    run.set_gradients(run.twin())
+    ones = [torch.ones(()) for _ in range(3)]
+    narrow, wide = (torch.empty(8, 16, dtype=dtype) for dtype in (E4M3.dtype, torch.bfloat16))
+    for copies in ((), [(wide,)], [(narrow, *ones)]):
+        run.kernel.step(torch.tensor(True), torch.tensor(LR), None, copies)
+    assert [None if fmt is None else fmt.name for fmt in seen] == [None, None, "fp8e4nv"]
+
+
 def test_experts_whose_size_no_block_divides_get_no_copy() -> None:
     run = Run(shapes=[(3, 16, 18)])  # blocks of 64
     run.set_gradients(run.twin())
@@ -218,11 +230,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from precision.kernels import adamw, gradient_norms, update_norms
 
-def ptx(kernel, tensors, constants, numbers=None, warps=4):
+def ptx(kernel, tensors, constants, numbers=None, warps=4, capability=90):
     signature = tensors | (numbers or {}) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors))}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
 
 tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1", "lr": "*fp32", "divisor": "*fp32",
            "factors": "*fp32"}
@@ -239,6 +251,7 @@ for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
     halves = count("ld.global", "v2.b32"), count("st.global", "v2.b32")
     assert halves == (narrow * wide, (narrow + 1) * wide), f"as many elements of BF16: {halves}"
     assert ".local" not in made
+ptx(adamw._adamw_kernel, tensors, constants | {"MOMENT": tl.float32, "F8": None}, capability=80)  # which has no E4M3
 
 logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}
 pointers = {"steps": "*i64", "factors": "*fp32"}
