@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+KNOWS_FP8 = 8, 9  # compute capability of the first GPUs with FP8
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -16,6 +18,11 @@ class Gpu:
     def sm(self) -> str:
         """The architecture as compilers write it, for example sm_90."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+def knows_fp8(device: torch.device) -> bool:
+    """Return whether compilers can cast to E4M3 on this device: they refuse it for older GPUs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= KNOWS_FP8
 
 
 def detect(device: torch.device | str) -> Gpu | None:

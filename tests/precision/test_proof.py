@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from precision.proof import Combination, Proof
 from precision.rates import RateTable
 from precision.resolve import Gemm, Resolver
 from precision.selftest import __main__ as selftest
-from precision.selftest.checks import Check
+from precision.selftest.checks import CHECKS, Check
 from precision.selftest.twins import Mismatch
 
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -213,6 +214,46 @@ def test_a_process_that_dies_or_hangs_leaves_the_other_checks_to_others(
     wrong = {"a": "hangs ended the process: signal 9", "b": "dies ended the process: exit code 7", "d": "it differs"}
     assert result == {"wrong": wrong, "unproved": "the self-test stopped early"}
     assert sorted(line["op"] for line in lines if "seconds" in line) == ["c", "d", "e"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_checks_that_no_process_is_left_to_run_count_as_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(device: torch.device) -> None:
+        raise RuntimeError("type fp8e4nv not supported in this architecture")
+
+    def fine(device: torch.device) -> None: ...
+
+    anywhere = {"is_for": lambda device: True}
+    monkeypatch.setattr(
+        selftest, "CHECKS", [Check("a", raises, (), **anywhere), Check("b", fine, (), **anywhere), Check("c", fine, ())]
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(sys, "argv", ["selftest"])
+    assert selftest.main() == 0
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert list(wrong) == ["a", "b"], "c needs another GPU"
+    assert wrong["b"].startswith("fine was not run: the self-test stopped early")
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "ops"),
+    [
+        ((8, 0), 163, set()),
+        ((8, 9), 99, set()),
+        ((9, 0), 227, {check.op for check in CHECKS}),
+        ((10, 0), 227, {proof.ATTENTION}),
+    ],
+)
+def test_checks_are_of_the_kernels_that_runs_launch_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shared: int, ops: set[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = {check.op for check in CHECKS if check.is_for(torch.device("cuda"))}
+    assert found == {proof.OPTIMIZER, proof.MUON, proof.PEERS, proof.LOSS, proof.ROUTER, *ops}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
-from precision.hardware import Gpu
+from precision.hardware import KNOWS_FP8, Gpu
 from precision.proof import CASTS, EXPERTS, GEMMS, refused
 
 HOPPER = (9, 0)
@@ -72,7 +72,7 @@ def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
     """Return why `transformer_engine` cannot run here, with the fix if it is not installed."""
     if gpu is None:
         return "Transformer Engine needs a GPU and there is none"
-    oldest = (9, 0) if scaling.granularity is Granularity.block else (8, 9)
+    oldest = (9, 0) if scaling.granularity is Granularity.block else KNOWS_FP8
     if gpu.capability < oldest:
         return f"Transformer Engine needs sm_{oldest[0]}{oldest[1]} for this scaling; {gpu.name} is {gpu.sm}"
     return te_refusal(scaling) or te_missing()

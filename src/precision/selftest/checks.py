@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from precision.attention import returns_lse
+from precision.backends.availability import HOPPER
 from precision.proof import (
     ATTENTION,
     CASTS,
@@ -25,15 +27,28 @@ from precision.proof import (
 from precision.selftest import muon, operands, others, products
 
 
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == HOPPER
+
+
+def _any_gpu(device: torch.device) -> bool:
+    return True
+
+
+def _attends(device: torch.device) -> bool:
+    """Whether attention within documents has a kernel, which is what returns its log-sum-exp on a GPU."""
+    return returns_lse(device, torch.bfloat16, 192, 128, documents=True)
+
+
 @dataclass(frozen=True)
 class Check:
-    """One check. run: raises Mismatch if a kernel is wrong. kernels: those it launches, MODULE.NAME. hopper: they need
-    sm_90."""
+    """One check. run: raises Mismatch if a kernel is wrong. kernels: those it launches, MODULE.NAME. is_for: whether
+    runs launch them on a GPU."""
 
     op: str
     run: Callable[[torch.device], None]
     kernels: tuple[str, ...]
-    hopper: bool = True
+    is_for: Callable[[torch.device], bool] = _is_hopper
 
 
 def _of(module: str, *names: str) -> tuple[str, ...]:
@@ -46,7 +61,7 @@ _FP8_BACKWARD = *_of("hopper_attention_backward", "values", "scores"), *_of("fp8
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
 _BLOCKS = *_of("swiglu_blocks", "backward"), *_of("swiglu", "backward_rows"), *_of("cast", "blocks")
 CHECKS = (  # the longest to compile first; each check compiles its own variants
-    Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
+    Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], _attends),
     Check(FP8_ATTENTION, others.attention_in_fp8_backward, _FP8_BACKWARD),
     Check(FP8_ATTENTION, others.attention_in_fp8_small, _of("fp8_attention", "forward", "keys", "queries")),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
@@ -56,8 +71,8 @@ CHECKS = (  # the longest to compile first; each check compiles its own variants
     Check(EXPERTS, products.experts_products_bf16, _EXPERTS[1:]),
     Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
     Check(FP8_ATTENTION, others.attention_in_fp8, _FP8_FORWARD),
-    Check(ATTENTION, others.attention_small, _ATTENTION, hopper=False),
-    Check(ATTENTION, others.attention_mla, _ATTENTION[:1], hopper=False),
+    Check(ATTENTION, others.attention_small, _ATTENTION, _attends),
+    Check(ATTENTION, others.attention_mla, _ATTENTION[:1], _attends),
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(CASTS, operands.activations_in_blocks, _BLOCKS),
@@ -77,12 +92,12 @@ CHECKS = (  # the longest to compile first; each check compiles its own variants
             *_of("update_norms", "factors", "squares", "add_up"),
             *_of("gradient_norms", "squares", "total"),
         ),
-        hopper=False,
+        _any_gpu,
     ),
-    Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
-    Check(PEERS, products.peers, (*_of("peers", "push", "take"), *_of("read_back", "read_back")), hopper=False),
-    Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
-    Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
-    Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
+    Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), _any_gpu),
+    Check(PEERS, products.peers, (*_of("peers", "push", "take"), *_of("read_back", "read_back")), _any_gpu),
+    Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), _any_gpu),
+    Check(ROTARY, others.heads, _of("rotary", "forward", "backward")),
+    Check(ROUTER, others.choices, _of("topk_experts", "choose"), _any_gpu),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )
