@@ -25,6 +25,7 @@ from precision.resolve import Gemm, Resolver
 from precision.selftest import __main__ as selftest
 from precision.selftest.checks import CHECKS, Check
 from precision.selftest.twins import Mismatch
+from trainer.health.casts import has_kernel
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))
@@ -241,9 +242,9 @@ def test_checks_that_no_process_is_left_to_run_count_as_wrong(
     ("capability", "shared", "ops"),
     [
         ((8, 0), 163, set()),
-        ((8, 9), 99, set()),
+        ((8, 9), 99, {proof.STATISTICS}),
         ((9, 0), 227, {check.op for check in CHECKS}),
-        ((10, 0), 227, {proof.ATTENTION}),
+        ((10, 0), 227, {proof.STATISTICS, proof.ATTENTION}),
     ],
 )
 def test_checks_are_of_the_kernels_that_runs_launch_on_a_gpu(
@@ -254,6 +255,7 @@ def test_checks_are_of_the_kernels_that_runs_launch_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     found = {check.op for check in CHECKS if check.is_for(torch.device("cuda"))}
     assert found == {proof.OPTIMIZER, proof.MUON, proof.PEERS, proof.LOSS, proof.ROUTER, *ops}
+    assert has_kernel.__wrapped__(torch.device("cuda")) is (proof.STATISTICS in found)
 
 
 @pytest.mark.parametrize(

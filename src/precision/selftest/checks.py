@@ -10,6 +10,7 @@ import torch
 
 from precision.attention import returns_lse
 from precision.backends.availability import HOPPER
+from precision.hardware import knows_fp8
 from precision.proof import (
     ATTENTION,
     CASTS,
@@ -99,5 +100,10 @@ CHECKS = (  # the longest to compile first; each check compiles its own variants
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), _any_gpu),
     Check(ROTARY, others.heads, _of("rotary", "forward", "backward")),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), _any_gpu),
-    Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
+    Check(
+        STATISTICS,
+        others.statistics,
+        (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics")),
+        knows_fp8,
+    ),
 )

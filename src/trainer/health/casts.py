@@ -20,6 +20,7 @@ from torch import Tensor
 
 from precision import ScalingArena
 from precision.formats import Format, fp8_values, spread
+from precision.hardware import knows_fp8
 from precision.proof import STATISTICS, refused
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum
@@ -27,7 +28,6 @@ from trainer.parallel.collectives import all_sum
 _AT_ONCE = 1 << 23  # elements per chunk
 _BLOCK = 128
 _ROUNDING = 1e-5  # slack for a scale that is known as its inverse
-_KNOWS_FP8 = 8, 9  # compute capability of GPUs with FP8
 ELEMENTS, SATURATED, UNDERFLOWN, ERROR, NORM = range(5)
 
 
@@ -94,7 +94,7 @@ class Casts:
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
     """Return whether `precision.kernels.cast_statistics` runs here."""
-    known = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _KNOWS_FP8
+    known = device.type == "cuda" and knows_fp8(device)
     return known and importlib.util.find_spec("triton") is not None and STATISTICS not in refused
 
 
