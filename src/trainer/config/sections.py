@@ -261,7 +261,7 @@ class CompileConfig:
     """torch.compile."""
 
     enabled: Switch
-    """Compile each kind of block once; auto: on a GPU."""
+    """Compile each kind of block once; auto: on a GPU, but not with FP8 before sm_89: torch cannot store E4M3 there."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind, gemm_layers
 from precision.errors import UserError
-from precision.hardware import detect
+from precision.hardware import detect, knows_fp8
 from trainer.config import Config, Switch
 from trainer.config.timeline import LossWeights, Timeline, at_peak_memory
 from trainer.forecast.memory import is_gathered_in_fp8, keeps_transposed, pick_fsdp_policy, records_graphs, total_memory
@@ -132,10 +132,8 @@ def build_engine(
         check_qk_clip(config, model, device)
         qk_clip = QKClip(model, config.optim.qk_clip, arena.max_logits)
     guard = StepGuard(arena, optimizer.names, config.recovery)
-    eager = plan.served_by("transformer_engine") or (model.pipeline is not None and model.pipeline.zero_bubble)
-    compiled = config.compile.enabled is Switch.true or (
-        config.compile.enabled is Switch.auto and device.type == "cuda" and not eager
-    )
+    zero_bubble = model.pipeline is not None and model.pipeline.zero_bubble
+    compiled = is_compiled(config, plan, device) and not zero_bubble
     sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
     parallelize(model, config.recompute, compiled, shapes=len(sizes))
     if compiled and plan.served_by("cuda") and world.local_rank == 0:  # the ranks of a node share Triton's cache
@@ -175,6 +173,15 @@ def build_engine(
         loss_scale,
         qk_clip,
     )
+
+
+def is_compiled(config: Config, plan: Plan, device: torch.device) -> bool:
+    """Return whether blocks are compiled, if they are not those of zero-bubble stages."""
+    if config.compile.enabled is not Switch.auto:
+        return config.compile.enabled is Switch.true
+    formats = [row.recipe.input for row in plan.gemms.values()] + [row.format for row in plan.tensors.values()]
+    refused = any(fmt.is_fp8 for fmt in formats) and not knows_fp8(device)
+    return device.type == "cuda" and not refused and not plan.served_by("transformer_engine")
 
 
 def build_model(

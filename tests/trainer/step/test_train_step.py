@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.step.engine import Engine, build_engine
+from trainer.step.engine import Engine, build_engine, build_model, is_compiled
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
@@ -123,3 +123,17 @@ def test_a_validation_loss_is_the_mean_over_all_windows_also_of_a_last_batch_tha
     assert found == pytest.approx(float(torch.stack(alone).double().mean()), rel=1e-5)
     assert max(alone) - min(alone) > 1e-3, "windows differ"
     assert told == [3, 6, 8] and model.training
+
+
+@pytest.mark.parametrize(("precision", "old", "newer"), [("bf16", True, True), ("fp8_delayed", False, True)])
+def test_blocks_are_compiled_on_gpus_that_can_cast_what_they_cast(
+    config: Configs, monkeypatch: pytest.MonkeyPatch, precision: str, old: bool, newer: bool
+) -> None:
+    """torch.compile cannot store E4M3 before sm_89."""
+    keys = f"precision={precision}", "precision.backend=reference"
+    made, gpu = config(*keys, "compile.enabled=auto"), torch.device("cuda")
+    plan, _ = build_model(made, torch.device("cpu"))
+    for capability, expected in (((8, 0), old), ((8, 9), newer)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
+        assert is_compiled(made, plan, gpu) is expected
+    assert is_compiled(config(*keys, "compile.enabled=true"), plan, gpu)
