@@ -139,7 +139,8 @@ def _cache_folder() -> Path:
     """Return the user's cache folder; without a writable home, a folder of the user's in the temporary directory."""
     home = os.environ.get("HOME", "")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home) / ".cache" if home else ""))
-    if cache.is_absolute() and os.access(next(path for path in (cache, *cache.parents) if path.exists()), os.W_OK):
+    present = [path for path in (cache, *cache.parents) if os.path.exists(path)]  # Path.exists may raise
+    if cache.is_absolute() and os.access(present[0], os.W_OK | os.X_OK):
         return cache / "octet" / "proofs"
     return Path(tempfile.gettempdir()) / f"octet-{os.getuid()}" / "proofs"
 

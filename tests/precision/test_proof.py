@@ -4,11 +4,13 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +98,26 @@ def test_a_folder_that_cannot_be_written_leaves_the_kernels_unproved(tmp_path: P
     (tmp_path / "file").write_text("")
     found = proof.prove(H200, tmp_path / "file" / "folder")
     assert not found.is_proved and "the self-test was not run" in found.line and not proof.refused
+
+
+def test_a_home_that_may_not_be_searched_is_not_used(
+    tmp_path: Path, runs: list[Combination], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, stat, access = tmp_path / "home", os.stat, os.access
+    home.mkdir()
+
+    def closed_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if home in Path(os.fsdecode(path)).parents:
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", closed_stat)
+    monkeypatch.setattr(os, "access", lambda path, mode: home != Path(path) and access(path, mode))  # root may
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert proof.prove(H200).is_proved and proof.cached_proof(H200) == proof.latest() and len(runs) == 1
+    assert list((tmp_path / f"octet-{os.getuid()}" / "proofs").glob("*.json"))
 
 
 def test_wrong_casts_refuse_the_backend_and_name_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
