@@ -265,7 +265,7 @@ class Resolver:
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Return the backend that serves the row if `backend` is preferred."""
         problem = None
-        if backend == CUDA:
+        if backend == CUDA and not gemm.is_core:  # `choose_core` has asked for its kernels
             problem = wrong_products(gemm.is_grouped) or (_narrow_rows(gemm) if gemm.is_grouped else None)
         if problem is not None:
             if self._config.backend is not BackendChoice.auto:

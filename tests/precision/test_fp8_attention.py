@@ -218,6 +218,23 @@ def test_a_core_without_a_good_kernel_stays_in_bf16(why: str, recipe: Recipe, mo
     assert any(says in note for note in plan.notes) or why == "slower"
 
 
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("backend", [BackendChoice.auto, BackendChoice.cuda])
+def test_wrong_products_of_linears_leave_a_core_its_kernels(
+    backend: BackendChoice, measured: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe("fp8_full", never_slower=True)
+    config.backend = backend
+    entry = Entry("core", "delayed/tensor", "fp32", (V, D, 1), 4096, {"bf16": 1.25, "cuda": 1.0})
+    monkeypatch.setattr(resolve, "load_rates", lambda gpu: RateTable([entry] * measured))
+    first = Plan(config, 1, HOPPER)
+    first.core("layers.0.attn.core", 2, D, V, D**0.5)
+    monkeypatch.setitem(proof.refused, proof.GEMMS, "product, error 1.0")
+    for saved in (None, first.backends()):
+        row = Plan(config, 1, HOPPER, saved=saved).core("layers.0.attn.core", 2, D, V, D**0.5)
+        assert row.recipe.is_fp8 and row.recipe.backend == "cuda"
+
+
 def test_exceptions_take_a_core_in_fp8(recipe: Recipe) -> None:
     plan = Plan(recipe("fp8_full", rules__first_blocks=1), 2)
     rows = [plan.core(f"layers.{i}.attn.core", 2, D, V, D**0.5) for i in range(2)]
