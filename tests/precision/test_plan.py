@@ -184,7 +184,13 @@ def test_text_merges_equal_blocks(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "glob"), [("layers.1.moe.shared.down", "*.moe.*"), ("mtp.0.proj", "*.proj"), ("lm_head", "lm_head")]
+    ("name", "glob"),
+    [
+        ("layers.1.moe.shared.down", "*.moe.shared.*"),
+        ("layers.0.attn.q", "*.attn.*"),
+        ("mtp.0.proj", "*.proj"),
+        ("lm_head", "lm_head"),
+    ],
 )
 def test_the_glob_advised_for_a_module_takes_its_gemms(name: str, glob: str) -> None:
     assert _module_in_all_blocks(name) == glob
