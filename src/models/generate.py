@@ -144,19 +144,25 @@ def generate(
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose a token by its logits, FP32 or narrower. generator: on the CPU, so that a seed gives the same token
     everywhere. RunError if they are not finite."""
-    share_V = logits_V
-    if sampling.temperature > 0:
-        below_V = logits_V.double().cpu() - logits_V.max().item()  # else a tiny temperature would make logits infinite
-        share_V = (below_V / sampling.temperature).softmax(-1)
-    if share_V.isnan().any():
-        raise RunError("the model's logits are not finite")
     if sampling.temperature == 0:
-        return int(share_V.argmax())
+        return _likeliest(logits_V)
+    below_V = logits_V.double().cpu() - logits_V.max().item()  # else a tiny temperature would make logits infinite
+    share_V = _checked((below_V / sampling.temperature).softmax(-1))
     share_V, token_V = share_V.sort(descending=True, stable=True)
     before_V = share_V.cumsum(-1) - share_V
     kept_V = torch.where(before_V < sampling.top_p, share_V, 0.0)
     kept_V[0] = share_V[0]
     return int(token_V[torch.multinomial(kept_V, 1, generator=generator)])
+
+
+def _likeliest(logits_V: Tensor) -> int:
+    return int(_checked(logits_V).argmax())
+
+
+def _checked(numbers: Tensor) -> Tensor:
+    if numbers.isnan().any():
+        raise RunError("the model's logits are not finite")
+    return numbers
 
 
 @torch.no_grad()
@@ -178,7 +184,7 @@ def _plain(model: DeepSeek, decoder: Decoder, prompt: list[int], sampling: Sampl
 def _speculated(model: DeepSeek, decoder: Decoder, prompt: list[int], tally: Tally) -> Iterator[int]:
     h_BTD = decoder(_row(model, prompt))
     tally.passes += 1
-    chosen = int(_logits(model, h_BTD[:, -1:]).argmax())
+    chosen = _likeliest(_logits(model, h_BTD[:, -1:]))
     yield chosen
     after = [*prompt[1:], chosen]  # the token after each state in h
     while True:
@@ -186,14 +192,16 @@ def _speculated(model: DeepSeek, decoder: Decoder, prompt: list[int], tally: Tal
         draft = int(_logits(model, ahead_B1D).argmax())
         sure = decoder.length + 1
         h_BTD = decoder(_row(model, [after[-1], draft]))
-        after = _logits(model, h_BTD).argmax(-1).tolist()
+        logits_TV = _logits(model, h_BTD)
+        after = [_likeliest(logits_TV[0])]
         tally.passes += 1
         tally.drafted += 1
         if after[0] == draft:
             tally.accepted += 1
+            after.append(_likeliest(logits_TV[1]))
         else:
             decoder.cut(sure)
-            h_BTD, after = h_BTD[:, :1], after[:1]
+            h_BTD = h_BTD[:, :1]
         yield from after
 
 

@@ -171,3 +171,18 @@ def test_mistakes(prompt: list[int], how: dict[str, Any], says: str, build: Buil
 def test_logits_that_are_not_finite_are_no_traceback(temperature: float) -> None:
     with pytest.raises(RunError, match="not finite"):
         choose(torch.tensor([0.0, float("nan")]), Sampling(temperature), torch.Generator())
+
+
+def test_speculation_reports_them_too(learned: DeepSeek, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the prompt's pass, or in one that checks a draft; in drafts themselves they do no harm."""
+    exact, text = learned.logits, list(generate(learned, [5], 30))
+
+    def spoil(call: Callable[[int], bool]) -> list[int]:
+        calls = iter(range(1000))  # the prompt's, then a draft's and a check's in turn
+        monkeypatch.setattr(learned, "logits", lambda h: exact(h) * (torch.nan if call(next(calls)) else 1.0))
+        return list(generate(learned, [5], 30, speculative=True))
+
+    assert spoil(lambda i: i % 2 == 1) == text
+    for bad in (0, 6):
+        with pytest.raises(RunError, match="not finite"):
+            spoil(lambda i, bad=bad: i == bad)
