@@ -16,7 +16,7 @@ import torch
 from models import DeepSeek
 from models.generate import Sampling, generate
 from models.hf import to_hf_config
-from precision import Plan, bind
+from precision import Plan, bind, refresh_weights
 from precision.errors import RunError, UserError
 from precision.hardware import detect
 from trainer.config import TrainerConfig
@@ -57,6 +57,7 @@ def sample(run: "Run", tokens: int) -> str:
         model.load_state_dict(engine.model.state_dict(), assign=True)
         arena = bind(model, plan, engine.device)
         arena.load_state_dict(engine.arena.state_dict())
+        refresh_weights(model, force=True)  # with its scales
         count = min(tokens, config.model.max_position_embeddings - 1)
         sampling = Sampling(TEMPERATURE, TOP_P, config.trainer.seed)
         ids = list(generate(model.eval(), [end], count, end=end, sampling=sampling))

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from models.generate import Sampling, generate
+from precision import gemm_layers
 from trainer.build import Run
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
@@ -106,6 +108,19 @@ def test_a_run_ends_with_text_and_commands_that_work(config: Configs, run_python
     again = run_python(ROOT / program, *arguments)
     assert again.returncode == 0, again.stderr
     assert [path.name for path in list_checkpoints(done.folder / "checkpoints")][-1] == "step_00000004"
+
+
+def test_it_writes_with_the_fp8_weights_of_the_trained_model(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config("+recipe=fp8_delayed", "trainer.max_steps=2", "optim.lr=0.1", "optim.warmup_steps=0"))
+    done, models = trainer.train(), []
+    monkeypatch.setattr("trainer.offline.ending.generate", lambda model, *_, **__: models.append(model) or [])
+    sample(trainer.run, 4)
+    pairs = list(zip(gemm_layers(models[0]), gemm_layers(open_run(done.folder).model), strict=True))
+    operands = [(ours.operand, theirs.operand) for ours, theirs in pairs if ours.weight_slot is not None]
+    assert operands
+    for ours, theirs in cast(list[tuple[Any, Any]], operands):
+        assert torch.equal(ours.scale_inv, theirs.scale_inv)
+        assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
 
 
 def test_a_terminal_of_few_characters_or_without_a_reader_costs_no_finished_run() -> None:
