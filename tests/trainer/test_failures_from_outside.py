@@ -273,6 +273,21 @@ def test_a_signal_that_comes_twice_at_once_is_one(config: Configs, monkeypatch: 
     assert checkpoints(trainer.run.folder.path)[-1] == "step_00000004"
 
 
+def test_a_terminal_that_closes_after_a_signal_does_not_end_the_save(
+    config: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "ONE_SECONDS", 0.01)
+    trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
+    both = signal.SIGTERM, signal.SIGHUP
+    at(trainer, 4, lambda: [(signal.raise_signal(number), time.sleep(0.02)) for number in both])
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)  # nohup ignores it
+    try:
+        with pytest.raises(TrainingStopped, match=r"stopped by SIG\w+ after step 4, saved"):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_during_a_save_saves_the_next_step(config: Configs) -> None:
     trainer = Trainer(config("run.name=saves", "checkpoint.every=2"))
     save = trainer.run.save

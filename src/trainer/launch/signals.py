@@ -100,7 +100,8 @@ class StopSignals:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if self._world is None and now > self._since + ONE_SECONDS:
+        is_closing = number == signal.SIGHUP  # a terminal that is closed after Ctrl-C says nothing about haste
+        if self._world is None and now > self._since + ONE_SECONDS and not is_closing:
             signal.signal(number, self._before[number])  # type: ignore[arg-type]
             signal.raise_signal(number)
         self._noted = number
