@@ -274,7 +274,7 @@ def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
 
 
 def steps_of_tree(tree: Any, of: Any = None) -> int | None:
-    """Return the steps of the run whose config is this plain tree, of any age, or `of` a span of it; None if
+    """Return the steps of the run with this plain tree as its config, of any age, or `of` a span of it; None if
     unknown."""
     trainer = tree.get("trainer") if isinstance(tree, dict) else None
     given = of if of is not None else trainer.get("max_steps") if isinstance(trainer, dict) else None
