@@ -345,10 +345,10 @@ def _by_rules(name: str, what: str, rules: Iterable[tuple[_Rule, Decision | None
 
 
 def _module_in_all_blocks(name: str) -> str:
-    """Return a glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.shared.*`,
-    `mtp.0.proj` -> `*.proj`."""
-    parts = name.split(".")[2:]
-    return ".".join(["*", *parts[:-1], "*" if parts[1:] else parts[0]]) if parts else name
+    """Return a glob for the module of a GEMM in all blocks: `layers.1.ffn.down` -> `*.ffn.*`, `mtp.0.proj` -> `*.proj`;
+    `layers.1.moe.shared.down` -> `*.moe.*.*`: all experts, but not `layers.1.moe.router`."""
+    parts = name.split(".")
+    return f"*.{parts[2]}{'.*' * (len(parts) - 3)}" if len(parts) > 2 else name
 
 
 def _exceptions_with(exceptions: list[RulesException], name: str) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,12 @@ def bits() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("first", "count", "row"), [(0, 1, "1 | 0 | 1 | 0"), (15, 2, "2 | 2 | 0 | 0")])
+# a kill while a run resumes may come before or after its first event: the next resume has the same bits, and may report
+@pytest.mark.parametrize(("first", "count", "row"), [(0, 1, r"1 \| (0 \| 1|1 \| 0)"), (15, 2, r"2 \| 2 \| 0")])
 def test_some_faults_lose_nothing(run_python: Callable[..., Any], first: int, count: int, row: str) -> None:
     done = run_python(HERE, "--first", str(first), "--faults", str(count))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"| all | {row} |" in done.stdout, done.stdout
+    assert re.search(rf"\| all \| {row} \| 0 \|", done.stdout), done.stdout
 
 
 def test_the_comparison_finds_one_changed_bit(bits: ModuleType) -> None:
