@@ -76,6 +76,8 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
         row = [score.source, f"{score.windows:,}", f"{score.own:.4f}", f"{perplexity(score.own):.2f}"]
         if score.bf16 is not None:
             row += [f"{score.bf16:.4f}", f"{perplexity(score.bf16):.2f}", f"{score.gap:+.4f}"]
+        elif both:  # a source without a whole sequence
+            row += ["", "", ""]
         rows.append(row)
     return aligned(rows)
 

@@ -23,7 +23,7 @@ for name in NODES PROCESSES RESTARTS; do
     [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: not a whole number; give one, or leave it out"
 done
 nodes=${NODES:-2}
-gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
+gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true) # without the lines of MIG instances
 if [[ -v CUDA_VISIBLE_DEVICES ]]; then
     visible=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c '[^ ]' || true)
     gpus=$((visible < gpus ? visible : gpus))

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -185,6 +186,8 @@ def test_several_sources(runs: Path, tmp_path: Path) -> None:
     saved.config.trainer.sequence_length = data.validations[0][1].num_tokens
     _, a, b = evaluate(saved, data, 1)
     assert (a.windows, a.gap, b.windows) == (0, None, 1) and math.isnan(perplexity(a.own)) and b.own > 0
+    lines = runpy.run_path(str(EVALUATE))["table"]([together, a, b], "fp8_block")
+    assert len(lines) == 5 and "nan" in lines[3]
 
 
 def test_other_text_in_the_runs_tokens(runs: Path, run_python: Run, tmp_path: Path) -> None:

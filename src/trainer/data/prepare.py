@@ -193,7 +193,7 @@ def _build(
 ) -> None:
     """Build `folder` from the sources, or continue the work of a dead process. The caller holds its lock."""
     partial = _partial(folder)
-    if partial.is_dir() and not ((partial / KEY).is_file() and (partial / KEY).read_text() == key):
+    if partial.is_dir() and _begun_for(partial) != key:
         shutil.rmtree(partial)  # other data's, that was to have this name
     partial.mkdir(exist_ok=True)
     replace_file(partial / KEY, key.encode())
@@ -225,6 +225,13 @@ def _build(
     tidy(partial)
     os.rename(partial, folder)
     sync_folder(folder.parent)
+
+
+def _begun_for(partial: Path) -> str | None:
+    """Return the key of the data that a folder was begun for. `tidy` removes its file shortly before the end."""
+    if (partial / KEY).is_file():
+        return (partial / KEY).read_text()
+    return read_summary(partial)["key"] if (partial / SUMMARY).is_file() else None
 
 
 def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:

@@ -73,10 +73,8 @@ def tokenizer_file(tokenizer: str) -> Path:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns at each attempt
     name, _, revision = tokenizer.partition("@")
     try:
-        return Path(hf_hub_download(name, TOKENIZER, revision=revision or None, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
+        with suppress(LocalEntryNotFoundError):
+            return Path(hf_hub_download(name, TOKENIZER, revision=revision or None, local_files_only=True))
         return Path(hf_hub_download(name, TOKENIZER, revision=revision or None))
     except LocalEntryNotFoundError:  # an EntryNotFoundError, too
         why = "the hub cannot be reached, and its cache here does not have it: give a tokenizer.json, or its folder"

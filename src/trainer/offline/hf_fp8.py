@@ -171,8 +171,8 @@ class KeptQuantizer:
         self.power_of_two = all(bool((torch.frexp(scale)[0] == 0.5).all()) for scale in self._scales.values())
 
     def is_fp8(self, matrix: Matrix) -> bool:
-        """Return whether it came in FP8."""
-        return matrix.hf_names[0] in self._scales
+        """Return whether all of it came in FP8."""
+        return all(name in self._scales for name in matrix.hf_names)
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise with the old scales: numbers get their old codes, although FP32 has rounded the products."""

@@ -36,6 +36,7 @@ COLUMNS = (
 LABEL = 18
 """Width of the labels of a header or a summary."""
 _RATE = "perf/tokens_per_second"
+LONGEST = 1e9  # seconds that are shown as left: a run without an end may have more than a timedelta
 _SKIPPED = "recovery/skipped_steps"
 
 
@@ -161,7 +162,7 @@ class PlainScreen(Screen):
             first, began = self._since = (step, now) if again or self._since is None else self._since
             self._last = step
             if step > first:
-                seconds = (now - began) / (step - first) * (self._max_steps - step)
+                seconds = min((now - began) / (step - first) * (self._max_steps - step), LONGEST)
                 line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")
         self.line(line)
 

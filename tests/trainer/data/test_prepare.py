@@ -127,6 +127,14 @@ def test_data_whose_preparation_was_killed_is_never_used(
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 
+def test_finished_work_survives_a_kill_before_it_has_its_name(make_config: MakeConfig, own_corpus: Path) -> None:
+    made = prepare(make_config(own_corpus), 300).folder
+    file = (made / "train.bin").stat().st_ino
+    made.rename(made.with_name(f"{made.name}.partial"))
+    again = prepare(make_config(own_corpus), 300).folder
+    assert again == made and (made / "train.bin").stat().st_ino == file and not (made / "key").exists()
+
+
 def test_unfinished_work_for_a_folder_is_used_for_the_same_data_only(
     make_config: MakeConfig, own_corpus: Path, corpus_folder: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,8 @@ def test_a_name_on_the_hub_is_read_from_its_cache_or_refused_in_a_line(
         with pytest.raises(UserError, match=cannot):
             tokenizer_file("owner/name")
     assert not caplog.records, "nothing else is printed"
+    with pytest.raises(UserError, match=r"^data\.tokenizer=owner/the--name: cannot be fetched [^\n]*$"):
+        tokenizer_file("owner/the--name")
     on_hub(tmp_path / "hub", prepared.tokenizer_path, "0" * 40)
     for name in ("owner/name", f"owner/name@{'0' * 40}"):
         assert file_hash(tokenizer_file(name)) == prepared.tokenizer_hash

@@ -75,6 +75,12 @@ def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
     assert asked("gpu=h100", f"trainer.global_batch_size={enough[1]}", *spread, ranks=int(enough[1])) is None
 
 
+def test_more_gpus_hold_a_model_with_symmetric_dispatch_too() -> None:
+    given = "model=deepseek_v3", "gpu=h100", "trainer.global_batch_size=8", "trainer.microbatch_size=1"
+    said = asked(*given, "parallel.shard=8", "parallel.expert=8", "parallel.dispatch=symmetric", ranks=8)
+    assert said is not None and re.search(r"\d+ such GPUs hold it", said), said
+
+
 def test_the_gpus_that_hold_a_model_fill_their_nodes() -> None:
     """The planner refuses 20 of them: torchrun starts equally many on each node."""
     said = asked("gpu=rtx4090", "parallel.shard=5", "trainer.global_batch_size=5", "trainer.microbatch_size=1", ranks=5)

@@ -270,7 +270,10 @@ def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path:
 
 
 def test_a_launch_script_starts_a_process_on_each_visible_gpu(tmp_path: Path, run: Run):
-    for name, text in (("nvidia-smi", "for n in 0 1 2 3; do echo GPU $n; done"), ("python", 'echo "$3"')):
+    for name, text in (
+        ("nvidia-smi", "for n in 0 1 2 3; do echo GPU $n; echo '  MIG 1g'; done"),
+        ("python", 'echo "$3"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     script = tmp_path / "scripts" / "launch" / "two_nodes.sh"

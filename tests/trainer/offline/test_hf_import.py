@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.config import plain_model
-from models.hf import shapes
+from models.hf import matrices, shapes
 from precision.formats import spread
 from trainer.checkpoint import read
 from trainer.checkpoint.state_tree import split
@@ -180,6 +180,9 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
         "model.layers.2.shared_head.head",
     ]
     assert ("scale_fmt" in settings) == power_of_two
+    matrix = next(one for one in matrices(made.model) if len(one.hf_names) == 2 and quantizer.is_fp8(one))
+    del quantizer._scales[matrix.hf_names[1]]
+    assert not quantizer.is_fp8(matrix), "both parts, or none"
 
 
 def test_token_ids_that_only_config_json_has_come_back(tmp_path: Path) -> None:

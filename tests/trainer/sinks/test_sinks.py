@@ -187,6 +187,13 @@ def test_a_pipe_gets_plain_whole_lines_with_the_time_left(
     assert third.startswith("alert: long") and len(third) > 300
 
 
+def test_a_run_without_an_end_has_a_remaining_time(run: RunFolder, screen: Screen) -> None:
+    with Sinks(settings(), run, 2**53, screen.console) as sinks:
+        for step in (1, 2):
+            sinks.metrics(METRICS | {"step": step})
+    assert screen.raw.splitlines()[-1].endswith("left")
+
+
 def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunFolder) -> None:
     screen = Screen(terminal=True)
     with Sinks(settings(), run, 200, screen.console) as sinks:

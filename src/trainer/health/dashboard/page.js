@@ -120,7 +120,7 @@ function take(data) {
   data.runs.forEach((one, index) => {
     const old = one.more ? view.runs[index] : null;
     const run = old || { index, curves: new Map(), grids: new Map(), events: [], rows: {} };
-    Object.assign(run, { name: one.name, about: one.about, load: one.load, latest: one.latest, rows: one.more ? run.rows : one.rows });
+    Object.assign(run, { name: one.name, about: one.about, load: one.load, latest: one.latest, rows: one.more ? { ...run.rows, ...one.rows } : one.rows });
     readCurves(one.curves, run.curves, one.more);
     readCurves(one.gaps, run.curves, false);
     for (const [key, grid] of Object.entries(one.grids)) run.grids.set(key, readGrid(grid, run.grids.get(key)));

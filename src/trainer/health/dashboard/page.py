@@ -80,6 +80,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
             for key, source in run.grids.items()
             if len(source.steps) > since(key, "grids")
         }
+        known = set() if cursor is None else {key.partition("/")[0] for key in cursor.grids}
         row = {
             "name": name,
             "more": cursor is not None,
@@ -87,7 +88,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
             "curves": curves(arrays, buckets if cursor is None else NEVER),
             "gaps": curves(gap(run, runs[0], TRAIN, VALIDATION), 400) if i else [],
             "grids": grids,
-            "rows": run.rows if cursor is None else {},
+            "rows": {group: names for group, names in run.rows.items() if group not in known},
             "load": None if run.load is None else {"step": run.load[0], "tokens": run.load[1]},
             "latest": latest(run),
             "events": events(run, EVENTS // len(runs), 0 if cursor is None else cursor.events),

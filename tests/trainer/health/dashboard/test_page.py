@@ -208,6 +208,22 @@ def test_the_page_is_waited_for_a_while(
     answers.set()
 
 
+def test_a_page_that_was_opened_before_the_first_tensors_gets_their_names(
+    tmp_path: Path, made: Callable[..., Path]
+) -> None:
+    folder = made(tmp_path / "run", steps=10)
+    lines = (folder / "tensors.jsonl").read_text()
+    (folder / "tensors.jsonl").write_text("")
+    run = opened(folder)
+    cursor = Cursor(run)
+    (folder / "tensors.jsonl").write_text(lines)
+    run.poll()
+    (more,) = payload([run], sent=[cursor])["runs"]
+    assert more["more"] and {key.partition("/")[0] for key in more["grids"]} <= more["rows"].keys()
+    (after,) = payload([run], sent=[Cursor(run)])["runs"]
+    assert after["more"] and "fp8" not in after["rows"]
+
+
 def test_a_page_gets_only_what_it_lacks(
     tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
