@@ -119,7 +119,7 @@ def test_gathering_and_casting_blocks_at_once(spread: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0, TENSOR, ROW, BLOCK])
-@pytest.mark.parametrize(("R", "C"), [(37, 144), (5, 48)])
+@pytest.mark.parametrize(("R", "C"), [(37, 144), (5, 48), (1, 144)])
 def test_rms_norm(mode: int, R: int, C: int) -> None:
     torch.manual_seed(R)
     x, gain, amax = random(R, C, size=3.0), random(C, dtype=torch.float32), zeros()
@@ -141,11 +141,11 @@ def test_rms_norm(mode: int, R: int, C: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0, TENSOR, ROW, BLOCK])
-@pytest.mark.parametrize("experts", [False, True])
-def test_swiglu(mode: int, experts: bool) -> None:
+@pytest.mark.parametrize(("experts", "R"), [(False, 37), (False, 1), (True, 0)])
+def test_swiglu(mode: int, experts: bool, R: int) -> None:
     torch.manual_seed(mode)
     to = routed()[0] if experts else None
-    R, width = (to.token.shape[0] if to is not None else 37), 80
+    R, width = (to.token.shape[0] if to is not None else R), 80
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     live = slice(0, int(to.ends[-1]) if to is not None else R)
     y, dh = random(R, 2 * width), random(R, width)
