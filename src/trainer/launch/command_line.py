@@ -175,7 +175,8 @@ def _judge(error: BaseException, stop_signal: int) -> _Outcome:
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _Outcome(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-        return _Outcome("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
+        fix = "lower trainer.microbatch_size or model.num_layers, or set recompute=full"
+        return _Outcome(f"error: out of GPU memory; {fix}", FAILED)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: " in str(error):
         return _Outcome("error: out of memory; lower model.num_layers or trainer.microbatch_size", FAILED)
     if isinstance(error, UserError | RunError | OSError):
