@@ -63,7 +63,7 @@ def run() -> None:
         for name, probe in found.probes.items():
             print(f"sum {name:<{width}}  {probe}")
         proved = proof.latest()
-        for line in [*plan.notes, *([] if proved is None else [proved.line])]:
+        for line in [*plan.notes, *([] if proved is None else [f"kernels: {proved.line}"])]:
             print(f"note: {line}")
         for line in found.unseen:
             print(f"not seen: {line}")

@@ -15,7 +15,7 @@ the step sums them, or takes the largest, over all ranks.
 Legend: B batch, S sequence, D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -72,12 +72,18 @@ class Pipeline:
     def receive(self, stage: Stage, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
         """Receive the previous stage's output from another rank, on the device of `like`."""
         x = torch.empty(shape, dtype=dtype, device=like.device)
-        torch.distributed.recv(x, group=self.group, group_src=self.owners[stage.index - 1])
+        self._exchange(torch.distributed.irecv, x, stage.index - 1)
         return x
 
     def send(self, stage: Stage, x: Tensor) -> None:
         """Send a stage's output to the next stage, on another rank."""
-        torch.distributed.send(x.contiguous(), group=self.group, group_dst=self.owners[stage.index + 1])
+        self._exchange(torch.distributed.isend, x.contiguous(), stage.index + 1)
+
+    def _exchange(self, way: Callable[..., object], x: Tensor, stage: int) -> None:
+        """Send or receive x. A batch of one, because NCCL warns of single messages, which wait for all others."""
+        message = torch.distributed.P2POp(way, x, group=self.group, group_peer=self.owners[stage])
+        for work in torch.distributed.batch_isend_irecv([message]):
+            work.wait()
 
 
 def block_flops(plan: Plan, sequence_length: int) -> tuple[list[float], float]:

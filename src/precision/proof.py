@@ -81,13 +81,13 @@ class Proof:
 
     @property
     def line(self) -> str:
-        """The result as one line, for the log."""
+        """The result as one line, behind `kernels: `."""
         if self.wrong:
             ops = ", ".join(self.wrong)
-            return f"kernels: wrong with {self.combination}, so not used for {ops} ({next(iter(self.wrong.values()))})"
+            return f"wrong with {self.combination}, so not used for {ops} ({next(iter(self.wrong.values()))})"
         if self.unproved:
-            return f"kernels: not proved with {self.combination} ({self.unproved})"
-        return f"kernels: proved with {self.combination}"
+            return f"not proved with {self.combination} ({self.unproved})"
+        return f"proved with {self.combination}"
 
 
 def prove(gpu: Gpu, folder: Path | None = None, say: Callable[[str], object] | None = None) -> Proof:

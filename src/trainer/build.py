@@ -234,7 +234,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         folder.keep(data.tokenizer_path)
         folder.notes.extend([*notes, *(Note("alert", folder.first_step, note) for note in engine.plan.notes)])
         if (found := proof.latest()) is not None:
-            folder.notes.append(Note("kernels" if found.is_proved else "alert", folder.first_step, found.line))
+            kind, subject = ("kernels", "") if found.is_proved else ("alert", "kernels: ")
+            folder.notes.append(Note(kind, folder.first_step, f"{subject}{found.line}"))
         to, alone = config.health.alerts, world.size == 1
         folder.notes.extend(_left_out(data, folder.first_step))
         idle = without_effect(config, world.size, folder.first_step)
