@@ -31,9 +31,10 @@ as in a node.
 With p stages a rank has 1 / p of the arithmetic and of the waiting, on average. It gathers and reduces as much as the
 stage that has most. Ranks wait for messages between stages, and for other stages (`stages.idle_share` of the step).
 
-The arithmetic takes FLOPs / rate, plus recomputation, plus Muon's iteration once a step at the same rate. If ranks
-share a model, it takes at least the host's time to launch a block's kernels for each microbatch. Rates and bandwidths
-are given. The result is a first estimate, to be replaced by a measurement (`scripts/bench/`).
+The arithmetic takes FLOPs / rate, plus recomputation, plus Muon's iteration once a step at the same rate. It takes at
+least the host's time to launch a block's kernels for each microbatch; one process, which records them in a CUDA graph,
+needs a fixed time a step and the kernels' own least time. Rates and bandwidths are given. The result is a first
+estimate, to be replaced by a measurement (`scripts/bench/`).
 """
 
 import math
@@ -56,6 +57,8 @@ DRAG = 0.5  # share of the shorter time that is added where messages and arithme
 TRAVEL = 2.5  # time for tokens to experts over the time for their bytes
 SYMMETRIC = 1.2  # as TRAVEL, with parallel.dispatch=symmetric: 1.1 (FP8), 1.2 (BF16) of a layer (docs/benchmarks.md)
 HOST = 0.0185  # seconds of Python a block and microbatch, both passes: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
+ALONE = 0.009  # as HOST, of one process without CUDA graphs (docs/benchmarks.md: small models)
+STEP, GRAPHED = 0.0045, 0.0004  # seconds a step, and a block and microbatch, with them (the same)
 AGAIN = {
     Recompute.none: 0.0,
     Recompute.selective: 0.04,
@@ -181,8 +184,12 @@ def timed(
     per_token = flops_per_token(m, t.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
+    passes = microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline  # of blocks
     if d.world > 1:
-        compute = max(compute, HOST * microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline)
+        launched = HOST * passes
+    else:
+        launched = ALONE * passes if config.cuda_graph is Switch.false else STEP + GRAPHED * passes
+    compute = max(compute, launched)
     compute += muon_size(config, plan, d).flops * busiest / machine.flops
 
     counts = tuple(blocks_of_stages(config, plan, d.pipeline))

@@ -270,6 +270,17 @@ def test_a_host_launches_no_faster_for_small_microbatches(moonlight: tuple[Confi
     assert cost(config, moonlight[1], Degrees(pipeline=8), H200S).compute == pytest.approx(HOST * 27 * 8)
 
 
+def test_a_small_model_on_one_gpu_takes_the_time_of_its_launches() -> None:
+    """As measured on an H200: 307,000 tokens/s with CUDA graphs and 44,000 without (docs/benchmarks.md)."""
+    config = config_of([])
+    _, plan = model_of(config)
+    eager = replace(config, cuda_graph=Switch.false)
+    graphed, launched = (
+        cost(each, plan, Degrees(), replace(H200S, gpus=1)).tokens_per_second for each in (config, eager)
+    )
+    assert (graphed, launched) == pytest.approx((307e3, 44e3), rel=0.3)
+
+
 def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> None:
     """Memory and bubble, of layouts that a run accepts."""
     config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
