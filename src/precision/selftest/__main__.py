@@ -85,8 +85,9 @@ def run(check: Check, device: torch.device) -> bool:
         outcome = {"failure": str(mismatch)}
     except Exception as error:  # from Triton's compiler or the driver
         said, usable = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", False
-        # the driver's error is not a torch.OutOfMemoryError
-        unproved = isinstance(error, torch.OutOfMemoryError) or "out of memory" in said
+        # the driver's error is not a torch.OutOfMemoryError; in compute mode EXCLUSIVE_PROCESS a GPU is busy for others
+        full = isinstance(error, torch.OutOfMemoryError)
+        unproved = full or any(words in said for words in ("out of memory", "busy or unavailable"))
         outcome = {"unproved": said} if unproved else {"failure": f"{check.run.__name__} raises {said}"}
     print(json.dumps({**head, **outcome, "seconds": round(time.perf_counter() - began, 2)}), flush=True)
     return usable
@@ -97,8 +98,8 @@ def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]
     string.
 
     text: one JSON line before each check, with its op, and one after it, with its failure, or with the reason that it
-    is unproved (no GPU memory). A check in which the process died has failed. Later checks, and those of a process that
-    began none, were not run.
+    is unproved (the GPU is full or taken). A check in which the process died has failed. Later checks, and those of a
+    process that began none, were not run.
     """
     lines = [json.loads(line) for line in text.splitlines()]
     wrong = {line["op"]: line["failure"] for line in reversed(lines) if line.get("failure")}
