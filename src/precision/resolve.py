@@ -39,6 +39,7 @@ GROUPED_MULTIPLE = 8  # BF16 numbers in 16 bytes
 WIDEST_HEAD = 256
 FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
 FAR_NOTE = "is judged by the measurement of a distant shape"
+CORE_IN_FP32 = "accumulation=fast has no effect on attn.core with backend=reference: its sums are in FP32"
 ROUNDED = "and all others of its kind: the cuda backend's kernels round results to BF16 before they are FP32"
 
 
@@ -164,6 +165,8 @@ class Resolver:
             problem = f"its kernels support heads up to {WIDEST_HEAD} wide"
         if self.kernels == REFERENCE:
             choice = Choice(Precision.fp8, REFERENCE)
+            if core.accumulation is Accumulation.fast:
+                self.note(CORE_IN_FP32)
         elif problem is not None:
             choice = Choice(Precision.bf16, REFERENCE, "no FP8 kernel")
             self.note(f"attn.core stays in BF16: {problem}; precision.backend=reference emulates it in FP8")

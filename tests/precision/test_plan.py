@@ -6,8 +6,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 from precision import Plan, PrecisionConfig
-from precision.config import Precision, RulesException
+from precision.config import Accumulation, Precision, RulesException
 from precision.plan import _module_in_all_blocks
+from precision.resolve import CORE_IN_FP32
 
 Recipe = Callable[..., PrecisionConfig]
 
@@ -40,6 +41,13 @@ def test_swiglu_saves_fp8_where_a_gated_layer_multiplies_in_it(recipe: Recipe) -
         resolve(recipe("fp8_block", table__swiglu="fp32"))
     with pytest.raises(ValueError, match=r"swiglu=fp8: only BF16 is cast, and residual=fp32; set fp32"):
         resolve(recipe("fp8_block", table__swiglu="fp8", table__residual="fp32"))
+
+
+def test_attention_on_the_reference_backend_sums_in_fp32_and_the_plan_says_so(recipe: Recipe) -> None:
+    for rules in ({"accumulation": "fast"}, {"rules__exceptions": [{"match": "*.core", "accumulation": "fast"}]}):
+        plan = Plan(recipe("fp8_full", **rules), 1)
+        row = plan.core("layers.0.attn.core", 4, 32, 16, qk_bound=6.0)
+        assert row.recipe.accumulation is Accumulation.fp32 and plan.notes == [CORE_IN_FP32]
 
 
 def formats(plan: Plan, name: str) -> tuple[str, str, str, str]:
