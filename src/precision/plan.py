@@ -56,7 +56,6 @@ UNBOUNDED = (
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: its sums of 128 products must be in FP32"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
 
-
 Decision = TypeVar("Decision", Precision, Accumulation)
 
 
@@ -173,8 +172,7 @@ class Plan:
     def core(
         self, name: str, num_heads: int, qk_head_dim: int, v_head_dim: int, qk_bound: float | None = None
     ) -> CoreRow:
-        """Register an attention core and return its row. qk_bound: the bound of queries and keys, if they are
-        normed."""
+        """Register an attention core and return its row. qk_bound: of queries and keys, if they are normed."""
         precision, why = self._decide(name, "attn.core")
         sums, backend = Accumulation.fp32, REFERENCE
         if precision is Precision.fp8:
@@ -202,11 +200,8 @@ class Plan:
         """Check the complete plan. UserError for a rule that matched nothing."""
         for rule in self._rules:
             if not rule.hits:
-                kind = (
-                    "that is FP8"
-                    if rule.fp8_only or rule.precision is None
-                    else "that rules decide (GEMMs, dispatches)"
-                )
+                only_fp8 = rule.fp8_only or rule.precision is None
+                kind = "that is FP8" if only_fp8 else "that rules decide (GEMMs, dispatches)"
                 raise UserError(
                     f"precision.rules: {rule.text} matches nothing in this plan {kind}; correct or remove it "
                     "(dry_run=true prints the rows)"
@@ -230,6 +225,11 @@ class Plan:
         """Whether anything computes in FP16, so that the loss must be scaled."""
         rows = [row.recipe.input for row in self.gemms.values()] + [row.format for row in self.tensors.values()]
         return FP16 in rows
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any GEMM or attention core computes in FP8."""
+        return any(row.recipe.is_fp8 for row in (*self.gemms.values(), *self.cores.values()))
 
     def backends(self) -> dict[str, Any]:
         """Return the backend of each GEMM and the machine it was chosen for, as plain values saved with the run."""

@@ -20,7 +20,7 @@ def plan_text(
     """Return the whole plan, one line per row. fp8_shares: of the GEMM FLOPs of the model, and of its blocks."""
     scaling = config.scaling
     lines = [f"precision plan: {config.name}"]
-    if any(row.recipe.is_fp8 for row in gemms.values()):
+    if any(row.recipe.is_fp8 for row in (*gemms.values(), *cores.values())):
         history = f", history {scaling.history}" if scaling.method is Method.delayed else ""
         rounding = ", power-of-two scales" if scaling.power_of_two else ""
         kind = f"{scaling.method.value}, per {scaling.granularity.value}"

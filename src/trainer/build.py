@@ -251,9 +251,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             config.profile, folder.path, engine.device, sinks.event, world.rank if world.is_distributed else None
         )
         diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path)
-        ladder = Ladder(
-            config.recovery, folder.path, batch, in_fp8=engine.plan.fp8_share > 0, in_fp16=engine.plan.is_fp16
-        )
+        ladder = Ladder(config.recovery, folder.path, batch, in_fp8=engine.plan.has_fp8, in_fp16=engine.plan.is_fp16)
 
         def inside(entry: Mapping[str, Any]) -> None:
             sinks.tensors(entry)

@@ -48,6 +48,7 @@ def test_attention_on_the_reference_backend_sums_in_fp32_and_the_plan_says_so(re
         plan = Plan(recipe("fp8_full", **rules), 1)
         row = plan.core("layers.0.attn.core", 4, 32, 16, qk_bound=6.0)
         assert row.recipe.accumulation is Accumulation.fp32 and plan.notes == [CORE_IN_FP32]
+        assert "fp8 scaling: delayed, per tensor, history 1024" in plan.to_text()  # of the core alone
 
 
 def formats(plan: Plan, name: str) -> tuple[str, str, str, str]:

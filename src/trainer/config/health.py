@@ -131,7 +131,7 @@ def check_alerts(alerts: AlertsConfig) -> None:
 
 
 def check_shadow(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
-    """Raise UserError for impossible sampled steps and shadows. fp8: whether any GEMM computes in FP8;
+    """Raise UserError for impossible sampled steps and shadows. fp8: whether anything computes in FP8;
     transformer_engine: whether its modules serve GEMMs."""
     for key in ("every", "shadow_every"):
         value = getattr(health, key)

@@ -68,7 +68,7 @@ def planned(
         raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    check_shadow(config.health, fp8, plan.served_by("transformer_engine"))
+    check_shadow(config.health, plan.has_fp8, plan.served_by("transformer_engine"))
     flops = 1e12 * (options.tflops or RATES[fp8])
     machines = [
         Machine(gpus, options.per_node, memory, flops, 1e9 * link, 1e9 * network)

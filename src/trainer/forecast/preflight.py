@@ -84,8 +84,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     _check_cuda_graph(config, plan)
     check_fp8_all_gather(config, plan, None if world_size is None else resolve(config.parallel, world_size))
-    has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    check_shadow(config.health, has_fp8, plan.served_by("transformer_engine"))
+    check_shadow(config.health, plan.has_fp8, plan.served_by("transformer_engine"))
     return plan
 
 

@@ -65,7 +65,6 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     size, length = saved.shape.microbatch, saved.shape.length
     data.validation.check_length(length)
     set_document_masking(saved.model, t, data)
-    has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
     scores = []
     for source, bins in held_out(data):
 
@@ -76,7 +75,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
 
         windows = bins.num_windows(length)
         mine, plain = loss() if windows else math.nan, None
-        if has_fp8 and windows:
+        if saved.plan.has_fp8 and windows:
             with in_bf16(saved.model):
                 plain = loss()
         windows = windows if most is None else min(windows, most * size)

@@ -295,6 +295,11 @@ def test_impossible_health_settings_are_refused(config: Configs, keys: list[str]
     check(config("+recipe=fp8_jit", "health.shadow_every=10", "health.every=0"))
 
 
+def test_attention_alone_in_fp8_is_compared_with_bf16(config: Configs) -> None:
+    plan = check(config("+recipe=bf16", "precision.table.attn.core=fp8", "health.shadow_every=10"))
+    assert plan.has_fp8 and plan.fp8_share == 0.0
+
+
 def test_what_alerts_advise_to_resume_in_bf16_is_accepted(config: Configs) -> None:
     recipe, no_shadow = TO_BF16.split()
     check(config(recipe, "health.shadow_every=10", no_shadow))
