@@ -20,6 +20,11 @@ class Gpu:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
+def knows_bf16(device: torch.device) -> bool:
+    """Return whether compilers can round to BF16 on this device: they refuse it for GPUs before sm_80."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def knows_fp8(device: torch.device) -> bool:
     """Return whether compilers can cast to E4M3 on this device: they refuse it for older GPUs."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= KNOWS_FP8

@@ -136,12 +136,12 @@ def _adamw_kernel(
     chunks, gradients, tensors, copies, factors, ok,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr, EVICT: tl.constexpr,
-    F8: tl.constexpr, LIMIT: tl.constexpr,
+    F8: tl.constexpr, LIMIT: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
     addresses of p, m and v, number of elements. copies [P, 5]: address of the copy (0: none), elements of a group,
     addresses of its groups' scales (0: BF16), inverse scales and amaxes. All addresses are multiples of ALIGN. MOMENT:
-    format of m and v. F8: that of copies with scales; None: there are none."""
+    format of m and v. F8: that of copies with scales; None: there are none. COPIED: whether there are any copies."""
     entry = chunks + tl.program_id(0).to(tl.int64) * 2
     i = tl.load(entry)
     begin = tl.load(entry + 1).to(tl.int64) * (BLOCK * BLOCKS)
@@ -152,7 +152,9 @@ def _adamw_kernel(
     m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MOMENT)), ALIGN)
     v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), ALIGN)
     size = tl.load(row + 3)
-    copied = tl.load(copies + i * 5) != 0
+    copied = False
+    if COPIED:  # GPUs before sm_80 cannot compile the rounding to BF16
+        copied = tl.load(copies + i * 5) != 0
     if (gradient != 0) & (go | copied):
         g = tl.multiple_of(gradient.to(tl.pointer_type(tl.float32)), ALIGN)
         rate = tl.load(factors + i * 4)
@@ -271,6 +273,7 @@ class FusedAdamW:
         self._look_up([0 if g is None else g.data_ptr() for g in gradients], made)
         divisor = self._one if divisor is None else divisor
         beta1, beta2 = self._betas
+        copied = any(entry[0] for entry in self._entries)
         narrow = TRITON_FP8[E4M3.dtype] if any(entry[2] for entry in self._entries) else None
         P = len(self._parameters)
         _prepare_kernel[(cdiv(P, _PREPARED),)](
@@ -281,7 +284,7 @@ class FusedAdamW:
             _adamw_kernel[(len(self._chunks),)](
                 self._chunks, self._gradients, self._tensors, self._copies, self._factors, ok,
                 beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment, self._evict,
-                narrow, E4M3.max, num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
+                narrow, E4M3.max, copied, num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
         torch.autograd.graph.increment_version(written)  # caches made from a parameter compare its version

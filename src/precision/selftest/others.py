@@ -9,7 +9,7 @@ from precision import fp8_attention as reference
 from precision.attention import attention_core, document_mask, visible
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3, E5M2, Format, saturating_cast
-from precision.hardware import knows_fp8
+from precision.hardware import knows_bf16, knows_fp8
 from precision.kernels import cast_statistics, cross_entropy, document_attention, fp8_attention, rotary
 from precision.kernels.adamw import FusedAdamW
 from precision.kernels.gradient_norms import GradientNorms
@@ -225,8 +225,10 @@ def _optimizer(device: torch.device, moments: torch.dtype) -> None:
             q.grad = p.grad.double() / 2
         in_fp8 = step > 0 and knows_fp8(device)  # without it the kernel is another
         copy = (narrow, scale, scale_inv, amax.zero_()) if in_fp8 else None
-        kernel.step(torch.tensor(ok, device=device), lr, divisor, [None, (wide,), copy])
-        same(wide, ours[1].bfloat16(), f"copy in BF16, step {step}")
+        in_bf16 = (wide,) if knows_bf16(device) else None
+        kernel.step(torch.tensor(ok, device=device), lr, divisor, [None, in_bf16, copy])
+        if in_bf16 is not None:
+            same(wide, ours[1].bfloat16(), f"copy in BF16, step {step}")
         if in_fp8:
             halves = ours[2].bfloat16().view(2, -1)
             same(narrow.view(2, -1), saturating_cast(halves, scale[:, None], E4M3), f"copy in FP8, step {step}")

@@ -193,16 +193,17 @@ def test_copies_are_casts_of_the_new_masters(shape: tuple[int, ...]) -> None:
     assert run.kernel.step(torch.tensor(True), torch.tensor(LR), None, [made, None, None]) == [False] * 3
 
 
-def test_the_kernel_has_fp8_only_where_a_copy_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs before sm_89 cannot compile it."""
+def test_the_kernel_has_formats_only_where_a_copy_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before sm_89 cannot compile FP8, those before sm_80 BF16."""
     run, seen = Run(shapes=[(8, 16)]), []
-    monkeypatch.setattr(adamw, "_adamw_kernel", {(1,): lambda *args, **options: seen.append(args[-2])})
+    monkeypatch.setattr(adamw, "_adamw_kernel", {(1,): lambda *args, **options: seen.append(args[-3:])})
     run.set_gradients(run.twin())
     ones = [torch.ones(()) for _ in range(3)]
     narrow, wide = (torch.empty(8, 16, dtype=dtype) for dtype in (E4M3.dtype, torch.bfloat16))
     for copies in ((), [(wide,)], [(narrow, *ones)]):
         run.kernel.step(torch.tensor(True), torch.tensor(LR), None, copies)
-    assert [None if fmt is None else fmt.name for fmt in seen] == [None, None, "fp8e4nv"]
+    assert [None if fmt is None else fmt.name for fmt, _, _ in seen] == [None, None, "fp8e4nv"]
+    assert [copied for _, _, copied in seen] == [False, True, True]
 
 
 def test_experts_whose_size_no_block_divides_get_no_copy() -> None:
@@ -241,7 +242,7 @@ tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1",
 ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
 tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "copies": "*i64", "factors": "*fp32", "ok": "*i1"}
 constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16,
-             "EVICT": "evict_first", "F8": tl.float8e4nv, "LIMIT": 448.0}
+             "EVICT": "evict_first", "F8": tl.float8e4nv, "LIMIT": 448.0, "COPIED": True}
 wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
 count = lambda start, width="v4.b32": sum(start in line and width in line for line in made.splitlines())
 for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
@@ -251,7 +252,9 @@ for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
     halves = count("ld.global", "v2.b32"), count("st.global", "v2.b32")
     assert halves == (narrow * wide, (narrow + 1) * wide), f"as many elements of BF16: {halves}"
     assert ".local" not in made
-ptx(adamw._adamw_kernel, tensors, constants | {"MOMENT": tl.float32, "F8": None}, capability=80)  # which has no E4M3
+plain = constants | {"MOMENT": tl.float32, "F8": None}
+ptx(adamw._adamw_kernel, tensors, plain, capability=80)  # which has no E4M3
+ptx(adamw._adamw_kernel, tensors, plain | {"COPIED": False}, capability=75)  # which has no BF16
 
 logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}
 pointers = {"steps": "*i64", "factors": "*fp32"}
