@@ -6,6 +6,7 @@ from typing import NamedTuple
 from models import ModelConfig
 from models.tensor import CUT
 from precision import Plan
+from precision.config import Precision
 from precision.errors import counted, refuse
 from precision.rows import GemmRow
 from trainer.config import Config, Recompute
@@ -103,12 +104,16 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     heads = m.num_heads // t
     widths = {
         "qk_nope_head_dim + model.qk_rope_head_dim": m.qk_nope_head_dim + m.qk_rope_head_dim,
+        "qk_nope_head_dim + model.v_head_dim": m.qk_nope_head_dim + m.v_head_dim,
         "v_head_dim": m.v_head_dim,
     }
     for key, width in widths.items():
         if heads * width % WIDTH:
             why = f"a rank has {counted(heads, 'head')} of model.{key}={width}, not a multiple of {WIDTH} features"
             refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
+    if config.precision.table.lm_head is Precision.fp8 and m.vocab_size // t % WIDTH:
+        why = f"a rank has {m.vocab_size // t} words of model.vocab_size, for a head in FP8 not a multiple of {WIDTH}"
+        refuse("parallel.tensor", t, why, "set a smaller divisor, or precision.table.lm_head=bf16")
     if config.health.shadow_every:
         why = f"it does not support parallel.tensor={t}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

@@ -259,6 +259,14 @@ def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monk
         (("parallel.tensor=2", "model.num_heads=3"), r"parallel\.tensor=2: it does not divide model\.num_heads=3; set"),
         (("parallel.tensor=2", "model.vocab_size=501"), r"tensor=2: it does not divide model\.vocab_size=501"),
         (("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"), r"tensor=2: a rank has 1 head of"),
+        (
+            ("parallel.tensor=2", "model.num_heads=2", "model.qk_nope_head_dim=24", "model.qk_rope_head_dim=8"),
+            r"tensor=2: a rank has 1 head of model\.qk_nope_head_dim \+ model\.v_head_dim=40, not a multiple of 16",
+        ),
+        (
+            ("parallel.tensor=2", "precision.table.lm_head=fp8", "model.vocab_size=528"),
+            r"tensor=2: a rank has 264 words of model\.vocab_size, for a head in FP8 not a multiple of 16; set .*=bf16",
+        ),
         (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: it does not support parallel\.tensor=2; set"),
     ],
 )
