@@ -23,6 +23,7 @@ from trainer.launch.world import World
 from trainer.parallel.mesh import Degrees
 from trainer.recovery import diagnosis
 from trainer.recovery.diagnosis import BadStep, Diagnosis, Origin
+from trainer.recovery.nonfinite_probe import probe_microbatch
 from trainer.step.engine import Engine, build_engine
 from trainer.step.guard import Verdict
 from trainer.step.step_snapshot import KEPT
@@ -107,6 +108,24 @@ def test_a_fault_of_the_loss_or_the_weights_names_no_text(config: Configs, where
     assert event["module"] == {"loss": "loss", "weight": "layers.1.moe"}[where] and event["where"] == "forward"
     assert event["elements"] >= 1 and "text" not in event
     assert event["windows"] == [4, 5] and len(event["tokens"]) == 2, "the microbatch"
+
+
+def test_rows_of_experts_show_no_sequences(config: Configs) -> None:
+    """With one expert a token they are as many as tokens, in another order."""
+    made = config("precision=bf16", *FAST, "model.num_experts_per_token=1", "trainer.sequence_length=4")
+    engine = build_engine(made, torch.device("cpu"))
+    moe, chosen = cast(Any, engine.model.layers[1]).moe, []
+    moe.gate.register_forward_hook(lambda module, args, routing: chosen.append(routing.expert[..., 0]))
+    tokens = torch.arange(20).view(4, 5)
+    probe_microbatch(engine, 1, 0, tokens, 4)
+    used, count = chosen[0].unique(return_counts=True)
+    rare = used[count.argmin()]
+    with torch.no_grad():
+        moe.experts.down.weight[rare] = math.inf
+    seen = probe_microbatch(engine, 1, 0, tokens, 4)
+    assert seen.first_bad is not None and seen.first_bad.name == "layers.1.moe.experts.down"
+    assert seen.bad_sequences == (chosen[1] == rare).any(1).nonzero().flatten().tolist()
+    assert seen.first_bad.sequences == []
 
 
 def test_a_scale_that_was_left_behind_is_named(config: Configs) -> None:
