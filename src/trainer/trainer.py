@@ -118,7 +118,7 @@ class Trainer:
         if self._now is not None and self._now[0] != shape:
             run.alerts.another_shape()
         run.health.batch, run.health.microbatch = shape.batch, shape.microbatch
-        run.diagnosis.microbatch_size = shape.microbatch
+        run.diagnosis.microbatch_size, run.ladder.batch = shape.microbatch, shape.batch
         self._throughput.flops_per_token = flops_per_token(self.config.model, shape.length) / run.world.size
         self._now = now
 

@@ -26,7 +26,7 @@ from trainer.checkpoint import OnEvent, Verify, checkpoint_name, checkpoint_step
 from trainer.config.health import TO_BF16
 from trainer.config.paths import resuming
 from trainer.config.recovery import RecoveryConfig
-from trainer.data.loader import Loader, merge_ranges, window_name
+from trainer.data.loader import SECTION, Loader, merge_ranges, window_name
 from trainer.digests import read_signed, write_signed
 from trainer.optim.adamw import LearningRate
 from trainer.run.names import RECOVERY
@@ -59,11 +59,11 @@ class Rewind:
 
 
 class Ladder:
-    """The reactions of a run. folder: of the run; batch: windows in a batch; in_fp8, in_fp16: whether it has FP8 or
-    computes in FP16."""
+    """The reactions of a run. folder: of the run; batch: windows in a batch, now; in_fp8, in_fp16: whether it has FP8
+    or computes in FP16."""
 
     def __init__(self, config: RecoveryConfig, folder: Path, batch: int, in_fp8: bool = True, in_fp16: bool = False):
-        self._config, self._folder, self._batch, self._in_fp8 = config, folder, batch, in_fp8
+        self._config, self._folder, self.batch, self._in_fp8 = config, folder, batch, in_fp8
         self._in_fp16 = in_fp16
         self.streak: list[SkippedStep] = []
         self.rewinds: list[Rewind] = []
@@ -108,8 +108,10 @@ class Ladder:
         return Rewind(last, first, target, attempt, self._left_out(), rewind.lr_factor, until)
 
     def _left_out(self) -> list[list[int]]:
-        margin = self._config.rewind.margin * self._batch
-        return merge_ranges([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
+        margin = self._config.rewind.margin * self.batch
+        return merge_ranges(
+            [max(step.begin - margin, step.begin // SECTION * SECTION), step.end + margin] for step in self.streak
+        )
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
         """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped with the diagnosis to end the

@@ -34,6 +34,12 @@ def test_the_margin_is_left_out_on_both_sides(tmp_path: Path, margin: int, windo
     assert ours.exhausted and ours._left_out() == windows
 
 
+def test_the_margin_stays_within_a_section(tmp_path: Path) -> None:
+    ours = ladder(tmp_path, margin=2)
+    ours.note(SkippedStep(2, SECTION + 4, SECTION + 8, "loss (forward)"))
+    assert ours._left_out() == [[SECTION, SECTION + 16]]
+
+
 def test_a_committed_step_ends_a_streak(tmp_path: Path) -> None:
     ours = ladder(tmp_path)
     for step in range(1, 10):

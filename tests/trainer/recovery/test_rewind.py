@@ -95,8 +95,9 @@ def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
 
 
 def test_a_run_that_falls_back_beyond_a_rewind_repeats_what_came_before_it(config: Configs) -> None:
-    """Windows in the margin, which it has read, and the learning rate."""
+    """Windows in the margin, which it has read, and the learning rate. A margin counts batches of the present phase."""
     keys = (*RUN, BAD_DATA, "recovery.rewind.margin=2", "recovery.rewind.lr_factor=0.5", "recovery.rewind.lr_steps=3")
+    keys += ("trainer.phases=[{until: 12}, {global_batch_size: 8}]",)
     through = Trainer(config(*keys, "run.name=through")).train().folder
     assert events(through, "rollback")[0]["windows"] == [[20, 48]]
     run = Trainer(config(*keys)).train().folder
