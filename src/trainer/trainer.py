@@ -109,11 +109,12 @@ class Trainer:
     def _enter(self) -> None:
         """Set shape and loss weights before a step, if they differ from the step before."""
         shape, run = self._timeline.at(self.step), self.run
-        run.engine.adapt(self._timeline, self.step)
         now = shape, self._timeline.weights(self.step)
+        if now != self._now:
+            self._review()  # of steps with the shape, and the scales, before
+        run.engine.adapt(self._timeline, self.step)
         if now == self._now:
             return
-        self._review()  # of steps with the shape before
         run.engine.enter(now[1], self._now is not None)
         if self._now is not None and self._now[0] != shape:
             run.alerts.another_shape()

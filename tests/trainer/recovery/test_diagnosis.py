@@ -150,6 +150,28 @@ def test_a_scale_that_was_left_behind_is_named(config: Configs) -> None:
     assert "layers.0.ffn.down:input was" in event["message"]
 
 
+def test_a_bad_step_before_a_phase_is_run_again_with_its_own_scales(config: Configs) -> None:
+    """On a GPU, where the next phase reviews it: its fewer tokens raise the histories of gradients."""
+    seen, spoil = [], torch.tensor([math.inf, *[9.0] * 63], dtype=torch.bfloat16)
+    for phases in (), ("trainer.phases=[{until: 2}, {global_batch_size: 2}]",):
+        trainer = Trainer(config(*FP8, *phases))
+        layer, review = cast(Any, trainer.run.engine.model.layers[1]).attn.o, trainer._review
+        trainer._review = lambda: None  # type: ignore[method-assign]
+        for step in (1, 2):
+            trainer.step = step
+            trainer._enter()
+            if step == 2:
+                layer.register_forward_hook(lambda m, args, y: y.register_hook(lambda grad: grad * spoil) and None)
+            trainer._step(trainer.run.loader.next())
+        trainer._review, trainer.step = review, 3  # type: ignore[method-assign]
+        trainer._enter()
+        trainer._review()
+        trainer.run.close(None)
+        (event,) = events(trainer.run.folder.path, "nonfinite")
+        seen.append({key: event[key] for key in ("step", "tensor", "scale", "saturated")})
+    assert seen[0] == seen[1]
+
+
 def poison(engine: Any, sequences: Tensor, times: int = 1 << 30) -> None:
     """Sequences [n, S + 1] whose embedding is not a number, wherever they are read, the first `times`."""
     left = [times]
