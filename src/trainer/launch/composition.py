@@ -102,16 +102,16 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     return jobs
 
 
-_NUMBERS = re.compile(  # a whole value, one of a sweep, or that of a key in a section; not in quotes
-    r"""'[^']*'|"[^"]*"|(?P<before>(?:^|,|(?P<entry>\w+)\s*:)\s*)"""
-    r"(?P<number>[+-]?(?:\.?\d[\d._]*(?:e[+-]?\d+)?|nan|inf))(?=\s*(?:[,}]|$))",
+_NUMBERS = re.compile(  # a whole value, one of a sweep or of a list, or that of a key in a section; not in quotes
+    r"""'[^']*'|"[^"]*"|(?P<before>(?:^|[\[,]|(?P<entry>\w+)\s*:)\s*)"""
+    r"(?P<number>[+-]?(?:\.?\d[\d._]*(?:e[+-]?\d+)?|nan|inf))(?=\s*(?:[\],}]|$))",
     re.IGNORECASE,
 )
 
 
 def _as_text(argument: str) -> str:
     """Return KEY=VALUE with quotes around what looks like a number, where the key, or one in a list of sections, takes
-    text: Hydra would read the name 2026_01_02 as 20260102, and 1e5 as 100000.0."""
+    text, or texts: Hydra would read the name 2026_01_02 as 20260102, and 1e5 as 100000.0."""
     key, equals, value = argument.partition("=")
     if not any(found["number"] for found in _NUMBERS.finditer(value)):
         return argument
@@ -122,7 +122,7 @@ def _as_text(argument: str) -> str:
 
     def quoted(found: re.Match[str]) -> str:
         kind = kinds.get(f"{name}[].{found['entry']}" if found["entry"] else name)
-        is_text = found["number"] and kind in (str, str | None)
+        is_text = found["number"] and kind in (str, str | None, list[str])
         return f"{found['before']}'{found['number']}'" if is_text else found[0]
 
     return f"{key}{equals}{_NUMBERS.sub(quoted, value)}"

@@ -176,6 +176,7 @@ def test_a_mistyped_path_is_refused_before_any_program_takes_the_defaults(typed:
 @pytest.mark.parametrize("name", ["2026_01_02", "1e5", "nan", "007", "-1", "1.50"])
 def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str, typed: Callable[..., Job]) -> None:
     assert load(typed(f"run.name={name}", "trainer.seed=1_0").tree).run.name == name
+    assert load(typed(f"data.exclude=[{name},old, {name}]").tree).data.exclude == [name, "old", name]
     job = typed("-m", f"run.name=x,{name}", f"data.mix=[{{name:{name}, path: {name} }},{{name:b,path:'x,{name},'}}]")
     config = load(job.tree)
     found = [(entry.name, entry.path) for entry in config.data.mix or []]
