@@ -89,8 +89,11 @@ def _source(path: str | None, source: Source) -> str | None:
 
 
 def _command(command: str | None) -> str | None:
-    """Anchor the program of a command, but not its arguments."""
-    words = shlex.split(command) if command is not None else []
+    """Anchor the program of a command, but not its arguments. One without a closing quote stays: checks refuse it."""
+    try:
+        words = shlex.split(command) if command is not None else []
+    except ValueError:
+        return command
     if not words or "/" not in words[0] or os.path.isabs(words[0]):
         return command
     return shlex.join([os.path.abspath(words[0]), *words[1:]])

@@ -36,8 +36,7 @@ def test_relative_paths_are_anchored_and_what_is_no_path_stays(tmp_path: Path, m
     assert with_absolute_paths(kept) == kept and made.data.mix[1].path == "local/set", (
         "and the config itself is as it was"
     )
-    plain = replace(config.health.alerts, command="notify-send x")
-    assert (
-        with_absolute_paths(replace(config, health=replace(config.health, alerts=plain))).health.alerts.command
-        == plain.command
-    )
+    for command in ("notify-send x", "./tell 'a"):  # without its closing quote: refused later, with its key
+        plain = replace(config.health.alerts, command=command)
+        kept = with_absolute_paths(replace(config, health=replace(config.health, alerts=plain)))
+        assert kept.health.alerts.command == command
