@@ -146,7 +146,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         return inner[name]
     if inner is str and isinstance(tree, bool | float) and key not in NO_FREE_TEXT:
         raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
-    if inner is float and isinstance(tree, str) and tree.lstrip("+-").lower() in ("nan", "inf"):
+    if inner is float and isinstance(tree, str) and re.fullmatch("[+-]?(nan|inf)", tree, re.IGNORECASE):
         return float(tree)
     if inner is int and isinstance(tree, float) and tree.is_integer():  # 1e3
         tree = int(tree)

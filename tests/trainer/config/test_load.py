@@ -165,6 +165,7 @@ def test_every_key_has_a_docstring_line():
         ("optim.warmup_steps", 2.5, "must be steps (2000), tokens (10B) or a share of the run (0.02)"),
         ("trainer.max_steps", "???", "trainer.max_steps=???: must be a whole number"),
         ("optim.lr", "fast", "optim.lr=fast: must be a number"),
+        ("optim.lr", "--inf", "optim.lr=--inf: must be a number"),
         ("optim.lr", [1], "optim.lr=[1]: must be a number"),
         ("optim.betas", 0.9, "optim.betas=0.9: must be a list of numbers"),
         ("optim.betas", {"a": 1}, "must be a list of numbers"),
