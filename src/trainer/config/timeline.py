@@ -74,6 +74,7 @@ class Timeline:
         self._most_steps = ENDLESS if t.max_steps is None else t.max_steps
         self.epochs = most.number if most is not None and most.unit is Unit.epochs else None
         """Length of a run in epochs, until `with_epochs` converts it to tokens."""
+        self._length = t.max_tokens
         self._segments = [Segment(1, 0, t.global_batch_size, t.microbatch_size, t.sequence_length, 0)]
         self.phases: list[Phase] = []
         for number, phase in enumerate(t.phases):
@@ -168,6 +169,9 @@ class Timeline:
         if phase.until is None:
             self.phases.append(Phase(begin, ENDLESS, phase))
             return
+        if self.epochs is not None and _amount(phase.until).unit is Unit.share:
+            why = "with a length in epochs the text has to be read first"
+            raise UserError(f"trainer.max_tokens={self._length}: {why}; set tokens, or phases in steps or tokens")
         until = self._end_of(phase.until)
         start = begin if until.unit is Unit.steps else self.tokens(begin)
         if until.number <= start:

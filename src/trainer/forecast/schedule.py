@@ -6,7 +6,7 @@ from itertools import pairwise
 from models.config import ModelConfig, RouterScoring
 from precision.errors import counted, refuse
 from trainer.config import Config, Schedule
-from trainer.config.phases import Shape, is_share
+from trainer.config.phases import Shape
 from trainer.config.timeline import ENDLESS, Phase, Timeline, rates
 from trainer.forecast.words import short
 
@@ -48,9 +48,6 @@ def check_phases(config: Config) -> None:
                 f"its move would end before it begins, at step {begin + 1}",
                 "set more",
             )
-    if timeline.epochs is not None and any(p.until is not None and is_share(p.until) for p in config.trainer.phases):
-        why = "with a length in epochs the text has to be read first"
-        refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
 
 
 def _why_no_bias(model: ModelConfig) -> str | None:

@@ -65,6 +65,13 @@ def test_epochs_become_tokens_when_the_text_is_known() -> None:
     assert with_epochs(replace(config, trainer=trainer()), 1000).trainer == trainer()
 
 
+def test_a_share_of_unknown_epochs_is_refused_as_that() -> None:
+    """Not because the next phase would end before it."""
+    for phases in ("{until: 50%}", "{until: 0.5}, {until: 2M}"):
+        with pytest.raises(UserError, match=r"trainer\.max_tokens=2 epochs: .* text has to be read first; set tokens"):
+            Timeline(trainer("trainer.max_tokens=2 epochs", f"trainer.phases=[{phases}, {{}}]"))
+
+
 def test_spans_come_to_steps_and_intervals_do_not_drift() -> None:
     t = Timeline(trainer("trainer.max_steps=100"))
     assert [t.steps_of(value) for value in (30, 0.25, "1K", 0)] == [30, 25, 25, 0]
