@@ -252,9 +252,10 @@ class Sinks:
         self.close(error)
 
     def _notify_of_end(self, error: BaseException) -> None:
-        """Notify that the run cannot continue, unless the user stopped it. With several ranks, `ended` does it."""
+        """Notify that the run cannot continue, unless the user stopped it. With several ranks `ended` does it, except
+        for an error with which all end alike (`RankGroup.judge`)."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
-        if self._alone and not asked_for:
+        if (self._alone or (self._rank == 0 and hasattr(error, "exit_code"))) and not asked_for:
             self._notifier.send(_event("failure", self._step, one_line(error), {"error": type(error).__name__}))
 
     def _say(self, text: str) -> None:

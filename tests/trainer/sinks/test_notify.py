@@ -233,3 +233,17 @@ def test_the_end_of_a_job_of_many_ranks_is_sent_once(
     run.close()
     (got,) = server.got
     assert (got["kind"], got["step"], got["message"]) == ("failure", 7, "error: rank 0 was killed")
+
+
+def test_an_end_that_all_ranks_reach_alike_is_sent_by_the_first(
+    server: Server, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Too many skipped steps: no rank has failed, and `ended` is not called."""
+    logging = config("run.name=many").logging
+    run = RunFolder(tmp_path, "many", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+    for error in (TrainingStopped("3 steps in a row skipped"), TrainingStopped("stopped by SIGTERM", exit_code=143)):
+        for rank in (0, 1):
+            Sinks(logging, run, 10, None, rank, server.url, None, alone=False).close(error)
+    run.close()
+    (got,) = server.got
+    assert (got["kind"], got["message"]) == ("failure", "3 steps in a row skipped")
