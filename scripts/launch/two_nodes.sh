@@ -20,7 +20,8 @@ refuse() {
     exit 2
 }
 for name in NODES PROCESSES RESTARTS; do
-    [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: not a whole number; give one, or leave it out"
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ || $name=${!name} == RESTARTS=0 ]] ||
+        refuse "$name=${!name}: not a whole number above 0; give one, or leave it out"
 done
 nodes=${NODES:-2}
 gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true) # without the lines of MIG instances
@@ -37,6 +38,7 @@ if ((nodes == 1)); then
     meeting=(--standalone)
 else
     [[ -n ${HEAD:-} ]] || refuse "HEAD: which machine do they meet at? set HEAD=HOST:PORT"
+    [[ $HEAD =~ ^.+:[0-9]{1,5}$ || $HEAD != *:* ]] || refuse "HEAD=$HEAD: no host and port; set HEAD=HOST:PORT"
     meeting=(--rdzv_backend=c10d "--rdzv_endpoint=$HEAD" "--rdzv_id=${JOB:-octet}")
 fi
 # whether the run that the arguments continue has a layout for several processes, which it keeps
