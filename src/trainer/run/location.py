@@ -78,7 +78,8 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
                 raise UserError(
                     "run.resume=auto: run.name is not set; set it, or give the run's folder as run.resume=PATH"
                 )
-            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
+            words = re.sub(r"[^\w.-]+", "-", label)  # precision.name may be any text
+            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"), None
         path = parent / name
         if path.is_symlink() and not path.exists():
             what = f"{path} is a link to {path.readlink()}, which is not there"

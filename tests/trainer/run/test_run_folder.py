@@ -19,7 +19,7 @@ from trainer.config import RunConfig, load
 from trainer.config.paths import with_absolute_paths
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.location import check_writable
+from trainer.run.location import check_writable, locate
 from trainer.run.names import CHECKPOINTS
 from trainer.run.run_folder import RunFolder, check_shared, saved_backends
 
@@ -134,6 +134,8 @@ def test_runs_without_a_name_get_different_ones_that_sort_by_time(runs: Path, op
     names = [opened(runs, None).path.name for _ in range(3)]
     assert len(set(names)) == 3
     assert all(re.fullmatch(r"\d{8}-\d{6}-fp8_delayed(-\d)?", name) for name in names), names
+    path, _ = locate(runs, None, "never", "../ours, with/slashes")  # precision.name
+    assert path.parent == runs and path.name.endswith("-..-ours-with-slashes")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "/tmp/x", ".hidden", "-x", "a b", "."])
