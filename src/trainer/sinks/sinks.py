@@ -79,8 +79,6 @@ class Sinks:
         self._max_steps, self._rank, self._folder = max_steps, rank, run.path
         self._screen = Screen()
         self._show_events = logging.console.enabled and rank == 0
-        if rank == 0:
-            self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
         log = run.path / "logs" / f"rank{rank}.log"
         self._log = LogFile(log, lambda text: self._screen.line(Text(text, _ALARM)))
         self._notifier = Notifier(webhook, command, run.path, self._warn)
@@ -107,6 +105,8 @@ class Sinks:
             )
         if logging.tensorboard.enabled:
             self._tensorboard = TensorboardTracker(run.path / "tensorboard", run.first_step, self._warn)
+        # last: an error above leaves the terminal as it was
+        self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
         for note in run.notes:
             self.event(note.kind, note.step, note.message, **note.what)
 

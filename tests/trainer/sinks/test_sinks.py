@@ -211,6 +211,14 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunFolder) -> No
     assert screen.raw.count("\x1b[?25l") == screen.raw.count("\x1b[?25h") == 1  # cursor hidden, shown
 
 
+def test_sinks_that_cannot_be_opened_leave_the_terminal_as_it_was(run: RunFolder) -> None:
+    screen = Screen(terminal=True)
+    (run.path / "events.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Sinks(settings(), run, 200, screen.console)
+    assert screen.raw == ""
+
+
 def test_a_narrow_terminal_keeps_loss_and_speed(run: RunFolder) -> None:
     screen = Screen(terminal=True, width=50)
     with Sinks(settings(), run, 200, screen.console) as sinks:
