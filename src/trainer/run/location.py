@@ -100,13 +100,14 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
     return path, checkpoint
 
 
-def named_by(resume: str) -> tuple[Path, Path | None]:
-    """Return the run folder that a path in `run.resume` names, and the checkpoint if it names one."""
+def named_by(resume: str, restarted: bool = False) -> tuple[Path, Path | None]:
+    """Return the run folder that a path in `run.resume` names, and the checkpoint if it names one. restarted: by
+    torchrun; the run has resumed from that checkpoint and may have deleted it since."""
     target = as_given(Path(resume))
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
     _check_config(path, f"run.resume={resume}")
-    if not os.path.isdir(target) or not os.path.isfile(path / CONFIG):
+    if not (restarted or os.path.isdir(target)) or not os.path.isfile(path / CONFIG):
         raise UserError(
             f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
         )

@@ -58,10 +58,11 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
 def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, str | None]:
     """Return the run folder that a command line may mean to resume, and its `run.resume`. A path has to name a run; a
     name is checked when the folder is opened."""
-    resume = "auto" if restarted else run.get("resume")
+    resume = run.get("resume")
     if isinstance(resume, str) and resume not in NO_PATHS:
-        folder = _with_name(named_by(resume)[0])
+        folder = _with_name(named_by(resume, restarted)[0])
     else:
+        resume = "auto" if restarted else resume
         if resume not in (None, "auto") or run.get("name") is None:
             return None, None
         folder = Path(str(run["dir"])) / str(run["name"])

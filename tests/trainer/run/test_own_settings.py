@@ -139,6 +139,16 @@ def test_only_a_run_that_was_started_to_resume_resumes_by_its_name_alone(typed: 
     assert typed("run.name=a", "optim.lr=0.5", attempt=1).tree.optim.name == "muon"  # torchrun has started it again
 
 
+def test_a_run_that_was_named_by_its_path_is_itself_after_a_restart(typed: Callable[..., Job]) -> None:
+    Path("elsewhere").mkdir()
+    Path("runs/a").rename("elsewhere/a")
+    for path in ("elsewhere/a", "elsewhere/a/checkpoints/step_00000003"):  # which later ones have replaced
+        for words in ([], ["run.name=a"]):
+            config = load(typed(f"run.resume={path}", *words, attempt=1).tree)
+            assert settings(config) == (2, "/texts", "muon", 0.5)
+            assert (config.run.name, config.run.dir, config.run.resume) == ("a", "elsewhere", "auto")
+
+
 def test_from_run_starts_another_with_the_same_settings(typed: Callable[..., Job]) -> None:
     job = typed("--from-run", "runs/a", "run.name=b", "optim.lr=0.25")
     config = load(job.tree)
