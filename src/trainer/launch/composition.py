@@ -79,8 +79,10 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
 
     base = settings(arguments)
     jobs, is_sweep = _composed(configs, name, arguments, base)
-    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
-        raise SystemExit(OK)
+    if not jobs:
+        if (glob := next((each for each in arguments if "glob(" in each), None)) is not None:
+            raise UserError(f"{glob}: no name matches; it takes the names of a group, as +recipe='glob(fp8_*)'")
+        raise SystemExit(OK)  # --cfg and the like: Hydra has printed what was asked for
     for job in jobs:
         _check_sections(job.tree)
     if is_sweep:

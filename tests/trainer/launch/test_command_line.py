@@ -269,6 +269,12 @@ def test_ranks_train_no_sweep(monkeypatch: pytest.MonkeyPatch):
             compose(ROOT / "configs", launch, "train")
 
 
+def test_a_sweep_over_nothing_is_refused(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
+    assert call("-m", "+recipe=glob(fp9_*)") == 2
+    assert "octet: error: +recipe=glob(fp9_*): no name matches; " in capsys.readouterr().err
+    assert call("-m", "+recipe=glob(fp8_j*)") == 0 and len(recorder.runs) == 1
+
+
 def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
     assert call("run.name=x") == 0
     Path("runs/x").mkdir(parents=True)
