@@ -129,8 +129,11 @@ def _layer_key(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
 
 
 def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Return the share of a step's arithmetic in which ranks wait for others (the bubble)."""
+    """Return the share of a step's arithmetic in which ranks wait for others (the bubble); 0 with one stage, whatever
+    `parallel.stages` says."""
     p = degrees.pipeline
+    if p == 1:
+        return 0.0
     counts, m = tuple(blocks_of_stages(config, plan, p)), microbatches_of(config, degrees)
     times = _times(plan, config.trainer.sequence_length, counts)
     if in_a_v(config.parallel):

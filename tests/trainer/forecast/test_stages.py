@@ -5,9 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from composed import config_of
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
+from trainer.forecast.dry_run import report
+from trainer.forecast.preflight import check
 from trainer.forecast.stages import bubble, bubble_of_v, kept, owners
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
@@ -72,3 +75,13 @@ def test_a_v_with_unequal_stages_waits_for_the_slowest_rank() -> None:
     times, m = [1.0, 1.2, 1.0, 0.5], 16
     share, _ = played(2, 2, m, times, ScheduleZBVZeroBubble, 1.0)
     assert bubble_of_v(times, times, m) == pytest.approx(share, abs=1 / (6 * m))
+
+
+@pytest.mark.parametrize("more", [["parallel.stages=[2,1]"], ["parallel.stages=[3]", "parallel.schedule=zbv"]])
+def test_without_a_pipeline_stages_change_no_time(more: list[str]) -> None:
+    """They are reported as without effect."""
+    said = []
+    for keys in ([], more):
+        config = config_of(["dry_run=true", "gpu=h200", *keys])
+        said.append(next(line for line in report(config, check(config)).splitlines() if line.startswith("time: ")))
+    assert said[0] == said[1]
