@@ -193,10 +193,12 @@ def _build(
 ) -> None:
     """Build `folder` from the sources, or continue the work of a dead process. The caller holds its lock."""
     partial = _partial(folder)
-    if partial.is_dir() and _begun_for(partial) != key:
+    # a stream has other blocks than a copy on the disk, and so other shards, of the same documents
+    begun = " ".join([key, *(reader.part.name for reader in readers if reader.part.streaming)])
+    if partial.is_dir() and not _is_begun_for(partial, key, begun):
         shutil.rmtree(partial)  # other data's, that was to have this name
     partial.mkdir(exist_ok=True)
-    replace_file(partial / KEY, key.encode())
+    replace_file(partial / KEY, begun.encode())
     if not (partial / SUMMARY).is_file():
         revisions = _pin(partial, readers)
         tokenizer = _tokenizer(partial, readers, data, vocab_size, report)
@@ -227,11 +229,11 @@ def _build(
     sync_folder(folder.parent)
 
 
-def _begun_for(partial: Path) -> str | None:
-    """Return the key of the data that a folder was begun for. `tidy` removes its file shortly before the end."""
-    if (partial / KEY).is_file():
-        return (partial / KEY).read_text()
-    return read_summary(partial)["key"] if (partial / SUMMARY).is_file() else None
+def _is_begun_for(partial: Path, key: str, begun: str) -> bool:
+    """Return whether a folder is complete for the data with this key, or (`begun`) was begun for it in the same way."""
+    if (partial / SUMMARY).is_file():
+        return read_summary(partial)["key"] == key
+    return (partial / KEY).is_file() and (partial / KEY).read_text() == begun
 
 
 def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:

@@ -101,3 +101,20 @@ def test_what_was_begun_with_a_commit_is_not_finished_with_another(
     (tmp_path / "hf" / "org___name" / "default" / "0.0.0" / NEW).rename(tmp_path / "away")
     finished = prepare(data, 512)
     assert revisions(finished.folder) == {"hf": OLD} and numbers(finished.train, finished) == {"1"}
+
+
+def test_what_was_begun_from_the_disk_is_not_finished_from_a_stream(data: DataConfig, tmp_path: Path) -> None:
+    """Its shards would begin at other documents."""
+    datasets, count = pytest.importorskip("datasets"), 6_000
+    text = [f"document {i}, {'with some more words. ' * 17}" for i in range(count)]
+    datasets.Dataset.from_dict({"text": text}).save_to_disk(str(tmp_path / "saved"))
+    data = replace(data, path=str(tmp_path / "saved"), shard_mb=1)
+
+    def dies(what: str, done: int, total: int) -> None:
+        if any(Path(data.cache_dir).glob("*.partial/done-*")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, 512, dies)
+    finished = prepare(replace(data, streaming=True), 512)
+    assert sum(bins.sidecar.num_documents for bins in (finished.train, finished.validation)) == count
