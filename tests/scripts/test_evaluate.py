@@ -84,6 +84,10 @@ def test_the_length_of_a_sequence_is_that_of_the_checkpoints_phase(runs: Path) -
     phases = "trainer.phases=[{until: 4}, {sequence_length: 12}]"
     base = open_run(runs / "fp32").shape.length
     assert [open_run(runs / "fp32", step, [phases]).shape.length for step in (3, 6)] == [base, 12]
+    assert open_run(runs / "fp32", 6, [phases, "trainer.phases.1.sequence_length=16"]).shape.length == 16
+    for wrong in ("trainer.phases.2.sequence_length=16", "trainer.phases.x=16"):
+        with pytest.raises(UserError, match=rf"{wrong}: cannot be read .*, entries of lists as data\.mix\.0\.path"):
+            open_run(runs / "fp32", 6, [phases, wrong])
 
 
 def test_keys_change_the_recipe_that_precision_names(runs: Path) -> None:

@@ -175,10 +175,11 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     """Return a config's tree with KEY=VALUE applied. Raises UserError for other words."""
     pairs = [override.partition("=") for override in overrides]
     quoted = [f"{key}={json.dumps(value)}" if value[:1] == "*" else key + sign + value for key, sign, value in pairs]
+    changed = OmegaConf.create(dict(tree))
     try:  # *.md would be an alias in YAML
-        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(quoted))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        fix = "close what a bracket or quote opens, or write text as \"KEY='VALUE'\""
+        changed.merge_with_dotlist(quoted)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: a list's entry has no name
+        fix = "close what a bracket or quote opens, write text as \"KEY='VALUE'\", entries of lists as data.mix.0.path"
         raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; {fix}") from error
     for override in overrides:
         key, is_pair, value = override.partition("=")
@@ -188,6 +189,6 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         if is_choice or override.startswith("+"):
             why = "the recipe and the config groups are the run's"
             raise UserError(f"{override}: {why}; change single keys, as precision.backend=reference")
-    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(given)))
+    merged = OmegaConf.to_container(changed)
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}
