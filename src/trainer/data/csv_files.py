@@ -24,7 +24,7 @@ def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: Ski
     values: list[bytes] = []
     lines: list[int] = []
     names: list[str] = []
-    size = 0
+    size, line = 0, 1
     try:
         for line, row in _rows(path, label, delimiter, log):
             if not names:
@@ -41,7 +41,7 @@ def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: Ski
                     yield Rows(values, label, lines, "line")
                     values, lines, size = [], [], 0
     except OSError as error:
-        log.lost(label, f"{unpack_error(error)}, after line {lines[-1] if lines else 1}")
+        log.lost(label, f"{unpack_error(error)}, after line {line}")
     if values:
         yield Rows(values, label, lines, "line")
 

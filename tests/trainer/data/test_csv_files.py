@@ -72,6 +72,17 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path) -> None:
     assert any("cut off" in skipped.why for skipped in log.found.values())
 
 
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_damage_is_behind_the_last_row_that_was_read(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"id,text\n1,a\n2,b\n3,c\n", 0)[:-10])
+    log = SkipLog(strict=False)
+    assert texts(rows_of(tmp_path / "x.csv.gz", "x", PART, ",", log), log) == ["a", "b"]
+    assert [skipped.why for skipped in log.found.values()] == ["cut off, after line 3"]
+
+
 def test_only_a_damaged_archive_cannot_be_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(name: str) -> str:
         log = SkipLog(strict=False)
