@@ -14,10 +14,12 @@ Loaders read only whole blocks: a matrix with a side that is not a multiple of 1
 MTP's projection, which no loader reads in FP8. Loaders treat a layer's experts as one module: in FP8 all or none.
 `modules_to_not_convert` lists the modules that they would wrongly take for FP8.
 
-Weights that came in FP8 (`hf_import`) are exported in the very same FP8: their scales are kept beside the weights.
+Weights that came in FP8 (`hf_import`), experts if all of their layer did, are exported in the very same FP8: their
+scales are kept beside the weights.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,7 @@ from trainer.checkpoint.storage import SavedTensors
 from trainer.offline.row_reader import TILE, row_steps
 
 SCALE_SUFFIX = "_scale_inv"
+EXPERTS = ".experts."  # in the names of routed experts' weights, ours and theirs
 SCALES = "fp8_scale_inv"
 """Branch of an imported checkpoint's state: scales of weights that came in FP8, by Hugging Face's name."""
 
@@ -109,7 +112,7 @@ class RunQuantizer:
             if row.recipe.is_fp8 and chosen.get(name, {}).get("precision", "fp8") == Precision.fp8.value
         }
         self._fp8 = {name for name in wanted if self._fits(name)}
-        self._fp8 -= {name for name in self._fp8 if ".experts." in name and not _experts(name) <= self._fp8}
+        self._fp8 -= {name for name in self._fp8 if EXPERTS in name and not _experts(name) <= self._fp8}
         self.left = sorted(wanted - self._fp8)
         self._scales: dict[tuple[str, int | None], Tensor] = {}
         if not self._fp8:
@@ -164,14 +167,19 @@ class KeptQuantizer:
     """Reproduces the FP8 in which weights came. Raises UserError if none did."""
 
     def __init__(self, saved: SavedTensors, path: Path) -> None:
+        self._saved = saved
         self._scales = {name: saved.read(f"{SCALES}/{name}") for name in saved.names(SCALES)}
+        self._of_experts = Counter(name.partition(EXPERTS)[0] for name in self._scales if EXPERTS in name)
         if not self._scales:
             raise UserError(f"--dtype fp8: {path} was not imported from FP8; use --dtype bf16")
         self.left: list[str] = []
         self.power_of_two = all(bool((torch.frexp(scale)[0] == 0.5).all()) for scale in self._scales.values())
 
     def is_fp8(self, matrix: Matrix) -> bool:
-        """Return whether all of it came in FP8."""
+        """Return whether all of it came in FP8; of experts, all three matrices of all of a layer."""
+        layer, is_expert, _ = matrix.hf_names[0].partition(EXPERTS)
+        if is_expert and self._of_experts[layer] < 3 * self._saved.shape(f"model/{matrix.name}")[0]:
+            return False
         return all(name in self._scales for name in matrix.hf_names)
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,8 +192,8 @@ class KeptQuantizer:
 def listed(matrix: Matrix) -> list[str]:
     """Return the modules of a matrix that is not FP8 but that a loader of FP8 would take for it."""
     name = _row(matrix)
-    if ".experts." in name:
-        return [matrix.hf_names[0].partition(".experts.")[0] + ".experts"]
+    if EXPERTS in name:
+        return [matrix.hf_names[0].partition(EXPERTS)[0] + EXPERTS.rstrip(".")]
     plain = name.endswith(("norm", "embed", ".moe.router", ".moe.gate.bias"))
     return [] if plain else [theirs.removesuffix(".weight") for theirs in matrix.hf_names]
 

@@ -185,6 +185,23 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
     assert not quantizer.is_fp8(matrix), "both parts, or none"
 
 
+def test_experts_of_which_one_came_in_bf16_leave_in_bf16(tmp_path: Path) -> None:
+    """A loader reads a layer's experts in one format."""
+    folder, out, name = tmp_path / "published", tmp_path / "out", "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors, config = published(folder, True, {})
+    tensors[name] = dequantize(tensors[name], tensors.pop(f"{name}_scale_inv")).bfloat16()
+    write(folder, tensors, config)
+    export_run(import_hf(folder, tmp_path / "in").folder, out, ExportFormat.fp8, mtp=True)
+    experts: dict[str, set[torch.dtype]] = {"model.layers.1.mlp": set(), "model.layers.2.mlp": set()}
+    for file in out.glob("*.safetensors"):
+        for each, tensor in load_file(file).items():
+            if ".experts." in each and each.endswith(".weight"):
+                experts[each.partition(".experts.")[0]].add(tensor.dtype)
+    assert list(experts.values()) == [{torch.bfloat16}, {torch.float8_e4m3fn}]
+    apart = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert [module for module in apart if module.endswith("experts")] == ["model.layers.1.mlp.experts"]
+
+
 def test_token_ids_that_only_config_json_has_come_back(tmp_path: Path) -> None:
     folder, ids = tmp_path / "published", {"bos_token_id": 3, "eos_token_id": [7, 9], "pad_token_id": 0}
     tensors, config = published(folder, True, {})
