@@ -79,7 +79,7 @@ def next_commands(run: Path, length: TrainerConfig, steps: int, launch: Launch) 
     nodes = f"PROCESSES={launch.size} {script('scripts/launch/one_node.sh')}"
     start = f"python {script('train.py')}" if launch.size == 1 else nodes if launch.size == launch.local_size else None
     timeline = Timeline(length)
-    longer, key = replace(length, max_steps=2 * steps), "max_steps"
+    longer, key = replace(length, max_steps=2 * steps, max_tokens=None), "max_steps"
     if length.max_steps is None:
         longer, key = replace(length, max_tokens=2 * timeline.tokens(timeline.steps)), "max_tokens"
     further = f"trainer.{key}={getattr(longer, key)}"

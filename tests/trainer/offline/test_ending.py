@@ -58,6 +58,9 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
         phases = f"trainer.phases=[{{until: {until}}},{{sequence_length: 16}}]"
         phased = next_commands(Path("runs/a"), config("trainer.max_steps=6", phases).trainer, 6, ALONE)
         assert {"train on"} & set(dict(phased)) == words
+    both = "trainer.max_steps=6", "trainer.max_tokens=1M"  # the command's length replaces both
+    phased = config(*both, "trainer.phases=[{until: 0.25},{sequence_length: 16}]").trainer
+    assert "train on" not in dict(next_commands(Path("runs/a"), phased, 6, ALONE))
 
 
 def test_the_commands_are_found_from_any_folder(
