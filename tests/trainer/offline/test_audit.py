@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,12 @@ def test_sums_too_short_to_tell_are_those_that_are_planned() -> None:
             y = (4 * product).bfloat16()
             assert check_sums(y, a8, inv, w8, inv, None, fast)
             assert check_sums(y, a8, inv, w8, inv, None, not fast) == both
+
+
+def test_attention_within_documents_is_said_to_be_unseen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model.num_layers=1", "model.num_mtp_layers=0", "model.hidden_size=64", "trainer.sequence_length=16"]
+    monkeypatch.setattr("sys.argv", ["audit_precision.py", *words, "trainer.document_masking=true"])
+    runpy.run_path(str(CONFIGS.parents[1] / "scripts" / "audit_precision.py"))["run"]()
+    assert "\nnot seen: trainer.document_masking: the text is random, " in capsys.readouterr().out
