@@ -5,13 +5,14 @@ docs/parallelism.md: recompute=selective, smaller microbatches, recompute=full. 
 the memory free.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
-from trainer.config.timeline import at_peak_memory, peak_memory
+from trainer.config.timeline import Timeline, at_peak_memory, peak_memory
 from trainer.files import script
 from trainer.forecast.check_values import with_phase
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, SPARE, Machine
@@ -31,11 +32,15 @@ def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, l
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
     """Return a line with what is too large and what to do, or None if the run fits."""
-    problem = _problem(at_peak_memory(config), plan, degrees, target, local_ranks)
-    return None if problem is None else with_phase(config, peak_memory(config), problem)
+    peak = peak_memory(config)
+    batches = [each.batch for each in Timeline(config.trainer).segments if each.microbatch == peak.microbatch]
+    problem = _problem(at_peak_memory(config), plan, degrees, target, local_ranks, batches)
+    return None if problem is None else with_phase(config, peak, problem)
 
 
-def _problem(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
+def _problem(
+    config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int, batches: Sequence[int]
+) -> str | None:
     shared = target.gpu is None and local_ranks > 1
     room = target.memory / local_ranks if shared else target.memory
     need = _needed(config, plan, degrees, target)
@@ -43,7 +48,7 @@ def _problem(config: Config, plan: Plan, degrees: Degrees, target: Target, local
         return None
     device = f"each of {local_ranks} ranks of {target.name}" if shared else target.name
     problem = f"each process is forecast to take {need / GIB:.1f} GiB, and {device} has {room / GIB:.1f}"
-    for other in _smaller(config, degrees):
+    for other in _smaller(config, degrees, batches):
         if _needed(other, plan, degrees, target) <= SPARE * room:
             was, fix = _memory_keys(config), _memory_keys(other)
             changed = [key for key in was if was[key] != fix[key]]
@@ -60,18 +65,19 @@ def _memory_keys(config: Config) -> dict[str, object]:
     return {"trainer.microbatch_size": config.trainer.microbatch_size, "recompute": config.recompute.value}
 
 
-def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
-    """Yield configs of the same step in less memory, the cheapest first."""
+def _smaller(config: Config, degrees: Degrees, batches: Sequence[int]) -> Iterator[Config]:
+    """Yield configs of the same step in less memory, the cheapest first. batches: of all steps with this microbatch."""
     t, p, order = config.trainer, config.parallel, list(Recompute)
     more = order[order.index(config.recompute) :]
     cheap = [choice for choice in more if choice is not Recompute.full]
-    share = max(t.global_batch_size // degrees.data, 1)
-    most = max(min(t.microbatch_size, share // degrees.pipeline), 1)  # stages need at least as many microbatches
+    shares = [max(batch // degrees.data, 1) for batch in batches]
+    most = max(min(t.microbatch_size, min(shares) // degrees.pipeline), 1)  # stages need at least as many microbatches
     in_rounds = p.stages_per_rank > 1 and not in_a_v(p)
     sizes = [
         size
         for size in range(most, 0, -1)
-        if share % size == 0 and (not in_rounds or forms_whole_rounds(share // size, degrees.pipeline))
+        if math.gcd(*shares) % size == 0
+        and (not in_rounds or all(forms_whole_rounds(share // size, degrees.pipeline) for share in shares))
     ]
     for choices in (cheap, [Recompute.full]):
         for size in sizes:

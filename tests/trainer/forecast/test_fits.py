@@ -10,6 +10,7 @@ import pytest
 from composed import config_of
 
 from trainer.config import Config, GpuChoice
+from trainer.config.timeline import each_shape
 from trainer.forecast.cost import PER_NODE
 from trainer.forecast.dry_run import report
 from trainer.forecast.fits import check_memory, does_not_fit
@@ -64,6 +65,17 @@ def test_a_microbatch_that_is_advised_forms_whole_rounds_of_stages() -> None:
     assert advised
     config = config_of([*MOONLIGHT, *given, *advised])
     check_fsdp_policy(config, resolve(config.parallel, 8))
+
+
+def test_a_microbatch_that_is_advised_divides_the_batch_of_each_phase() -> None:
+    given = "parallel.shard=8", "gpu=h100", "trainer.global_batch_size=48", "trainer.microbatch_size=6"
+    given += ("trainer.phases=[{until:5},{global_batch_size:96}]",)
+    said = asked(*given, ranks=8)
+    assert said is not None
+    config = config_of([*MOONLIGHT, *given, *said.partition("; set ")[2].split()])
+    assert config.trainer.microbatch_size < 6
+    for _, shape in each_shape(config):
+        check_fsdp_policy(shape, resolve(config.parallel, 8))
 
 
 def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
