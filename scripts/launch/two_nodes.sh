@@ -61,8 +61,11 @@ has_layout() {
         grep -Eq '^ +(replicate|shard|context|tensor|pipeline|expert): *(-|[02-9]|1[0-9])'
 }
 if [[ " $* " != *" parallel="* ]] && ! has_layout "$@"; then
-    first=1 # KEY=VALUE: options stand before them
-    while ((first <= $#)) && [[ ${!first} != *=* || ${!first} == -* ]]; do first=$((first + 1)); done
+    first=1 before='' # KEY=VALUE: options stand before them
+    for word; do
+        [[ $word != *=* || $word == -* || $before == --@(from-run|config-dir) ]] || break
+        first=$((first + 1)) before=$word
+    done
     set -- "${@:1:first-1}" parallel=fsdp "${@:first}"
 fi
 # a stop (SIGTERM, Ctrl-C) saves first: torchrun would wait for 30 s and then kill

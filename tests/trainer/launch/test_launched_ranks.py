@@ -328,6 +328,7 @@ def test_a_launch_script_leaves_a_run_its_layout(tmp_path: Path, run: Run):
         (["run.name=two", "run.resume=auto"], ""),
         (["--from-run", "runs/two"], ""),
         (["--from-run=runs/one", "run.name=new"], "parallel=fsdp\n"),
+        (["--from-run", "runs/lr=1", "-cd", "configs", "run.name=new"], "-cd\nparallel=fsdp\n"),
         (["run.resume=runs/one"], "parallel=fsdp\n"),
         (["run.name=new", "run.resume=never"], "parallel=fsdp\n"),
     ):
