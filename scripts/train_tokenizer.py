@@ -16,8 +16,6 @@ from trainer.files import replace_file
 from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 
-LARGEST_VOCABULARY = 2**24  # room for it is allocated first
-
 
 def run() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
@@ -34,7 +32,7 @@ def run() -> None:
     if is_other or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     from trainer.config import load
-    from trainer.config.data import SMALLEST_VOCABULARY, DataConfig
+    from trainer.config.data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, DataConfig
     from trainer.config.paths import as_typed
     from trainer.data import new_tokenizer
     from trainer.data.progress_bars import bars

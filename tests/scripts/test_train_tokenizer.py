@@ -68,6 +68,7 @@ def test_mistakes_are_one_line(train: Run, tmp_path: Path) -> None:
         (("--out", "texts"), "--out=texts: cannot be a file there"),
         (("--out", "pipe"), "--out=pipe: cannot be a file there"),
         (("--out", "t.json", "model.vocab_size=256"), "model.vocab_size=256: a byte-level tokenizer"),
+        (("--out", "t.json", f"model.vocab_size={10**11}"), f"model.vocab_size={10**11}: a byte-level tokenizer"),
         (("--out", "t.json", "--vocab-size", "0"), "--vocab-size=0: entries of a byte-level tokenizer, of which 256"),
         (("--out", "t.json", "--vocab-size", f"{10**30}"), f"--vocab-size={10**30}: entries of a byte-level tokenizer"),
         (("--out", "t.json", "data.tokenizer=a.json"), "data.tokenizer=a.json: a new one is trained; set"),

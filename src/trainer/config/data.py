@@ -16,6 +16,7 @@ SETTINGS = (
 """Settings of a source, in the section or in an entry of `mix`."""
 TOKENIZER = "tokenizer.json"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
+LARGEST_VOCABULARY = 2**24  # of a tokenizer that is trained: room for it is allocated first
 
 
 class Source(Enum):
@@ -230,10 +231,10 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
     if not data.end_of_text:
         raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
-    if trains and vocab_size < SMALLEST_VOCABULARY:
+    if trains and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocab_size}: a byte-level tokenizer has an entry for each of the 256 bytes and one for "
-            f"the end of text: set at least {SMALLEST_VOCABULARY}"
+            f"the end of text: set {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}"
         )
 
 

@@ -63,7 +63,8 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({"mix": [MixEntry("a", source=Source.text)]}, 512, r"data\.mix\[0\]\.path=null: data\.mix\[0\]\.source=text"),
         ({"mix": [MixEntry("a"), MixEntry("b", source=Source.bins)]}, 512, r"data\.mix: bins .* go with bins only"),
         ({"mix": [MixEntry("b", 1.0, Source.bins, "/tmp")]}, 512, r"data\.mix\[0\]\.weight: bins are read whole"),
-        ({}, 256, r"model\.vocab_size=256: .*set at least 257"),
+        ({}, 256, r"model\.vocab_size=256: .*set 257 to 16777216"),
+        ({}, 2**24 + 1, r"model\.vocab_size=16777217: .*set 257 to 16777216"),
     ],
 )
 def test_settings_that_cannot_work_are_named(changes: dict, vocab_size: int, message: str) -> None:
