@@ -218,7 +218,7 @@ class Contestant:
         return None if self.timing.joules is None else self.tokens / self.timing.joules
 
     def row(self) -> dict[str, str]:
-        timing, deciles = self.timing, statistics.quantiles(self.seconds, n=10)
+        timing, deciles = self.timing, statistics.quantiles(self.seconds, n=10, method="inclusive")
         limit = None if self.limit is None else Timing("limit", "", self.limit, self.limit)
         return {
             "recipe": self.recipe,

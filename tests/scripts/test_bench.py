@@ -190,6 +190,10 @@ def test_step(tmp_path: Path, bench: Run) -> None:
     assert all(r["limit"] > 0 and r["sustained"] > 0 and r["state"] > 0 and r["tokens"] == 48 for r in found)
     assert found[0]["blocks_fp8_share"] > 0.5 and found[2]["blocks_fp8_share"] == 0
     assert "fp8_jit takes" in done.stdout and "of 50,000 tokens/s)" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("bf16 "))
+    slow, fast = (float(word.strip("(),").replace(",", "")) for word in (line.split()[2], line.split()[4]))
+    speeds = sorted(48 / seconds for seconds in found[2]["rounds"]["short"])
+    assert speeds[0] - 1 <= slow <= fast <= speeds[1] + 1, "deciles lie between the steps that were measured"
 
 
 def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one() -> None:
