@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import frame
 import layers
 import measure
 import packed
@@ -61,6 +62,7 @@ def run() -> None:
     packed.add_tiles(parser)
     measure.add_arguments(parser)
     options = parser.parse_args()
+    frame.check_positive(options, "rounds", "repeat")
     packed.check(options)
     shapes = [parse_shape(text) for text in options.shape or ()] or SHAPES
     facts = measure.header()

@@ -8,7 +8,6 @@ already: a third of the text, before and after each of the others. Preparing is 
 reading, parsing, checking, splitting, encoding, hashing, writing. Numbers are megabytes (10^6 bytes) of text a second.
 """
 
-import argparse
 import gzip
 import json
 import os
@@ -19,12 +18,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import frame
+
+from precision.errors import UserError
 from trainer.data import DataConfig, Source, prepare
 from trainer.data.tokenizer import load_tokenizer, train_tokenizer
+from trainer.launch.command_line import Parser, guarded
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run() -> None:
+    parser = Parser(__doc__)
     parser.add_argument("--mb", type=int, default=256, help="megabytes of text")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--workers", default="", help="numbers of processes to try, with commas; empty: one a core")
@@ -32,7 +35,11 @@ def main() -> None:
     parser.add_argument("--shard-mb", type=int, default=16)
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    counts = [int(word) for word in options.workers.split(",") if word] or [cores]
+    frame.check_positive(options, "mb", "shard_mb")
+    words = [word for word in options.workers.split(",") if word]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--workers {options.workers}: want counts with commas between, as 1,8,16")
+    counts = [int(word) for word in words] or [cores]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         texts = made_up(options.mb * 1_000_000)
@@ -111,4 +118,4 @@ def encode(texts: list[str], path: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

@@ -37,6 +37,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import frame
 import layers
 import limits
 import measure
@@ -93,6 +94,7 @@ def run() -> None:
     layers.add_arguments(parser, ("a2", "limit"))
     measure.add_arguments(parser)
     options = parser.parse_args()
+    frame.check_positive(options, "tokens", "rounds", "repeat")
     if not 1 <= options.chosen <= options.experts:
         raise UserError(f"--chosen {options.chosen}: a token chooses 1 to --experts {options.experts}")
     for name in ("hidden", "width"):

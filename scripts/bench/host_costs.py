@@ -5,7 +5,6 @@ share. Each line is a cost per unit, from which docs/scale.md computes whole run
 machine changes little. Takes some seconds, 1 GB of memory at most, and no GPU.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import frame
 import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -25,6 +25,7 @@ from trainer.checkpoint.storage import SavedTensors
 from trainer.data import Bins, Loader, check_whole
 from trainer.data.bins import FORMAT, Sidecar
 from trainer.data.verified import ALONE, add_verified, stamp
+from trainer.launch.command_line import Parser, guarded
 
 SHARD_TOKENS = 30_000_000
 """Tokens in a shard of 128 MB of text, at about 4.3 bytes a token."""
@@ -72,11 +73,12 @@ def index_of(folder: Path, tensors: int, ranks: int) -> float:
     return (folder / "tensors.json").stat().st_size
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run() -> None:
+    parser = Parser(__doc__)
     parser.add_argument("--shards", type=int, default=1000, help="sparse files of 60 MB (default 1000)")
     parser.add_argument("--ranks", type=int, default=512, help="pieces of a tensor, shares of a batch (default 512)")
     options = parser.parse_args()
+    frame.check_positive(options, "shards", "ranks")
     shards, ranks = options.shards, options.ranks
     folder = Path(tempfile.mkdtemp(prefix="octet-host-"))
     try:
@@ -116,8 +118,7 @@ def main() -> int:
             print(f"resume: {pieces:,} pieces in tensors.json: {each}")
     finally:
         shutil.rmtree(folder)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run))

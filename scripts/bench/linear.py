@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import frame
 import measure
 import torch
 from layers import (
@@ -60,6 +61,7 @@ def run() -> None:
     add_arguments(parser, ("torch", "limit"))
     measure.add_arguments(parser)
     options = parser.parse_args()
+    frame.check_positive(options, "rounds", "repeat")
     shapes = {parse_shape(text): "" for text in options.shape or ()}
     if options.model:
         shapes |= shapes_of(options.model, options.tokens)

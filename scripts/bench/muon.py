@@ -46,6 +46,7 @@ def run() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of this many ranks (default: 1)")
     parser.add_argument("--repeat", type=int, default=5, help="timed repetitions (default: 5)")
     options = parser.parse_intermixed_args()
+    frame.check_positive(options, "ranks", "repeat")
     if not torch.cuda.is_available():
         raise UserError("scripts/bench/muon.py measures GPU kernels and there is no GPU")
     config = frame.composed([*(options.words or FIVE_BLOCKS), "optim=muon_wsd"])

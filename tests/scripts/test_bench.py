@@ -123,6 +123,12 @@ def test_linear_of_a_model(tmp_path: Path, bench: Run) -> None:
         ("experts", ["--table", "--gradients", "bf16", "--backend", "cuda"], "add --gradients fp32"),
         ("linear", ["--tokens", "many"], "--tokens: invalid int value: 'many'; see linear.py --help"),
         ("step", ["model.num_layers=2"], "no recipe to measure; name one: fp8_delayed"),
+        ("linear", ["--repeat", "0"], "--repeat 0: set 1 or more"),
+        ("attention", ["--rounds", "0"], "--rounds 0: set 1 or more"),
+        ("experts", ["--tokens", "0"], "--tokens 0: set 1 or more"),
+        ("data", ["--workers", "x"], "--workers x: want counts with commas between, as 1,8,16"),
+        ("data", ["--mb", "0"], "--mb 0: set 1 or more"),
+        ("host_costs", ["--shards", "0"], "--shards 0: set 1 or more"),
     ],
 )
 def test_mistakes_are_one_line(
