@@ -27,7 +27,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 # another instruction set than this machine's best: other orders of summation, other roundings. It has Inductor's cache to itself:
 # code that was compiled for one set is taken from the cache for another, where it does not compile.
-ELSEWHERE := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(shell grep -qs avx512 /proc/cpuinfo && echo ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 || \
+ELSEWHERE := TORCHINDUCTOR_CACHE_DIR='$(CURDIR)/$(VENV)/inductor' $(shell grep -qs avx512 /proc/cpuinfo && echo ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 || \
 	echo ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41)
 NUMBERS := tests/models tests/precision/test_*.py tests/trainer/step tests/trainer/optim tests/trainer/offline \
 	tests/trainer/recovery tests/trainer/health/test_health.py

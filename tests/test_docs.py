@@ -274,3 +274,15 @@ def test_readme_names_every_group_of_configs() -> None:
     (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    configs/"))
     groups = {folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir()}
     assert groups == set(re.findall(r"\w+", line.partition(": ")[2]))
+
+
+def test_make_runs_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -> None:
+    (folder := tmp_path / "a b").mkdir()
+    for name in ("Makefile", "pyproject.toml", *CONSTRAINTS):
+        (folder / name).write_text((ROOT / name).read_text())
+    path = {"PATH": os.environ["PATH"]}  # not what the make that runs the tests hands on
+    for target in ("train", "suite", "test-elsewhere", "soak"):
+        command = ["make", "-n", target]
+        done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=True)
+        first = next(word for word in shlex.split(done.stdout.splitlines()[-1]) if "=" not in word)
+        assert first.startswith(".venv/bin/"), done.stdout
