@@ -53,7 +53,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     launch: of the processes that do the same. own: settings of a run that exists, for what starts runs.
     """
     arguments, from_run = _from_run(sys.argv[1:]) if own else (sys.argv[1:], None)
-    arguments = [_as_text(argument) for argument in arguments]
+    arguments = [_as_text(_ENTRY.sub(r"\1.\2", argument)) for argument in arguments]
     for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
@@ -109,6 +109,10 @@ _NUMBERS = re.compile(  # a whole value, one of a sweep or of a list, or that of
     r"(?P<number>[+-]?(?:\.?\d[\d._]*(?:e[+-]?\d+)?|nan|inf))(?=\s*(?:[\],}]|$))",
     re.IGNORECASE,
 )
+
+
+# data.mix[0].path=X, as messages name it, is data.mix.0.path=X for Hydra
+_ENTRY = re.compile(r"^(\+*\w[\w.]*)\[(\d+)\](?=\.[\w.]+=)")
 
 
 def _as_text(argument: str) -> str:

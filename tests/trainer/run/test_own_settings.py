@@ -193,6 +193,12 @@ def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str, typed: Cal
     assert (config.run.name, found) == (name, [(name, name), ("b", f"x,{name},")])
 
 
+def test_a_key_in_a_list_is_taken_as_messages_name_it(typed: Callable[..., Job]) -> None:
+    mix = "data.mix=[{name: a, path: x}, {name: b, path: y}]"
+    entries = load(typed(mix, "data.mix[1].path=z").tree).data.mix or []
+    assert [entry.path for entry in entries] == ["x", "z"]
+
+
 def test_a_run_of_a_sweep_resumes_with_the_folder_of_configs_on_the_command_line(typed: Callable[..., Job]) -> None:
     start("s_1_seed-2", *STARTED)
     folder = Path("our 'own", "optim")
