@@ -106,10 +106,11 @@ class Timeline:
     def due(self, step: int, every: Span) -> bool:
         """Return whether something with this interval is due after this step. 0: never."""
         amount = _amount(every)
+        if not amount.number:
+            return False
         if amount.unit is Unit.tokens:
-            return bool(amount.number) and self.tokens(step) // amount.number > self.tokens(step - 1) // amount.number
-        number = int(amount.number) if amount.unit is Unit.steps else max(self.steps_of(every), 1)
-        return number > 0 and step % number == 0
+            return self.tokens(step) // amount.number > self.tokens(step - 1) // amount.number
+        return step % max(self.steps_of(every), 1) == 0
 
     def weights(self, step: int) -> LossWeights:
         """Return the loss weights in a step."""

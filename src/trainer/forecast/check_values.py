@@ -11,6 +11,7 @@ from precision.errors import UserError, counted, refuse
 from trainer.config import Config, RunConfig
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts
+from trainer.config.phases import span
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Segment, Timeline, each_shape, last_step
 from trainer.forecast.schedule import check_phases
@@ -78,8 +79,8 @@ def check_sizes(config: Config) -> None:
     for key, value in {**amounts, "optim.weight_decay": o.weight_decay}.items():
         if not 0 <= value < math.inf:
             refuse(key, value, "out of range", "set 0 or more")
-    if config.logging.every == 0:
-        refuse("logging.every", 0, "out of range", "set 1 or more")
+    if (amount := span(every := config.logging.every)) is not None and not amount.number:
+        refuse("logging.every", every, "out of range", "set 1 or more")
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
             refuse(key, value, "out of range", "set a number above 0")

@@ -78,7 +78,7 @@ def test_spans_come_to_steps_and_intervals_do_not_drift() -> None:
     assert [step for step in range(1, 101) if t.due(step, 0.25)] == [25, 50, 75, 100]
     thirds = [step for step in range(1, 11) if t.due(step, "0.1K")]
     assert thirds == [3, 5, 8, 10], "the first step at or after each 100 tokens"
-    assert not any(t.due(step, 0) for step in range(1, 101))
+    assert not any(t.due(step, never) for step in range(1, 101) for never in (0, "0%", "0B"))
 
 
 def test_a_ramp_grows_by_what_it_began_with_in_equal_parts_of_tokens() -> None:
