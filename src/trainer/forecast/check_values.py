@@ -17,6 +17,8 @@ from trainer.config.timeline import Segment, Timeline, each_shape, last_step
 from trainer.forecast.schedule import check_phases
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, divisor_near
 
+_SHAPE = re.compile(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b")
+
 
 def check_values(config: Config, degrees: Degrees = ONE_PROCESS) -> None:
     """Raise UserError, naming key, value and fix, for values that no machine, or no ranks of `degrees`, could train
@@ -42,7 +44,7 @@ def in_phase(config: Config, segment: Segment) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not config.trainer.phases:
+        if not _SHAPE.search(str(error)):
             raise
         raise UserError(with_phase(config, segment, str(error))) from None
 
@@ -57,8 +59,7 @@ def with_phase(config: Config, segment: Segment, message: str) -> str:
         given = [n for n, phase in enumerate(phases) if getattr(phase, key[1]) is not None]
         return f"trainer.phases[{given[-1]}].{key[1]}" if given else key[0]
 
-    message = re.sub(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b", in_force, message)
-    return f"trainer.phases, from step {segment.first} on: {message}"
+    return f"trainer.phases, from step {segment.first} on: {_SHAPE.sub(in_force, message)}"
 
 
 def _check_run(run: RunConfig) -> None:

@@ -278,6 +278,12 @@ def test_settings_that_ranks_cannot_share_are_refused(
         check(made, world_size=max(made.parallel.shard, 2))
 
 
+def test_what_no_phase_brings_is_refused_without_one(config: Callable[..., Config]) -> None:
+    phases = "trainer.phases=[{until: 2}, {mtp_loss_weight: 0.1}]"
+    with pytest.raises(ValueError, match=r"^parallel\.expert=2: it does not divide model\.num_experts=5; set 1"):
+        check(config("parallel=fsdp", "parallel.expert=2", "model.num_experts=5", phases), world_size=2)
+
+
 @pytest.mark.parametrize(
     ("key", "says"),
     [
