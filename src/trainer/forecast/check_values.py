@@ -17,6 +17,8 @@ from trainer.config.timeline import Segment, Timeline, each_shape, last_step
 from trainer.forecast.schedule import check_phases
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, divisor_near
 
+MOST_MARGIN = 10**6
+"""Batches, far below the windows that the loader can number."""
 _SHAPE = re.compile(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b")
 
 
@@ -178,6 +180,8 @@ def _check_recovery(r: RecoveryConfig) -> None:
     for key, value in counts.items():
         if value < 0:
             refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
+    if w.margin > MOST_MARGIN:
+        refuse("recovery.rewind.margin", w.margin, "out of range", f"set at most {MOST_MARGIN}")
     if s.window < 2:
         refuse(
             "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"

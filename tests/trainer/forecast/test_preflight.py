@@ -77,6 +77,7 @@ Make = Callable[..., Config]
         ("recovery.spikes.window=1", "recovery.spikes.window=1: too few steps"),
         ("recovery.spikes.min_steps=129", "recovery.spikes.min_steps=129: it is a part of recovery.spikes.window=128"),
         ("recovery.spikes.threshold=0", "recovery.spikes.threshold=0.0: out of range; set a number above 0"),
+        ("recovery.rewind.margin=1000001", "recovery.rewind.margin=1000001: out of range; set at most 1000000"),
         ("recovery.rewind.max=-1", "recovery.rewind.max=-1: out of range; set 0 or more"),
         ("recovery.rewind.lr_factor=2", "recovery.rewind.lr_factor=2.0: a rewind may lower the learning rate"),
         (
