@@ -1,5 +1,6 @@
 """Paths of a config keep their places when a run is used from another folder."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_relative_paths_are_anchored_and_what_is_no_path_stays(tmp_path: Path, m
     assert kept.data.path == "org/name"
     assert [entry.path for entry in kept.data.mix] == ["org/name", f"{tmp_path}/local/set", f"{tmp_path}/x"]
     assert kept.data.tokenizer == f"{tmp_path}/t.json" and kept.data.cache_dir == f"{tmp_path}/.cache/data"
-    assert kept.health.alerts.command == f"{tmp_path}/tell 'a b' c.txt"
+    assert kept.health.alerts.command == shlex.join([f"{tmp_path}/tell", "a b", "c.txt"])
     assert (kept.run.dir, kept.run.resume, kept.run.init_from) == (f"{tmp_path}/runs", "never", None)
     run = replace(config.run, resume="runs/a", init_from="../b")
     other = with_absolute_paths(replace(made, run=run, data=replace(data, path="local/set", tokenizer=None)))
