@@ -20,8 +20,8 @@ refuse() {
     exit 2
 }
 for name in NODES PROCESSES RESTARTS; do
-    [[ ${!name:-1} =~ ^[1-9][0-9]*$ || $name=${!name} == RESTARTS=0 ]] ||
-        refuse "$name=${!name}: not a whole number above 0; give one, or leave it out"
+    [[ ${!name:-1} =~ ^[1-9][0-9]{0,5}$ || $name=${!name} == RESTARTS=0 ]] ||
+        refuse "$name=${!name}: not a number from 1 to 999999; give one, or leave it out"
 done
 nodes=${NODES:-2}
 gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true) # without the lines of MIG instances

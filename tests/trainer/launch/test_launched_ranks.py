@@ -289,9 +289,13 @@ def test_a_launch_script_starts_a_process_on_each_visible_gpu(tmp_path: Path, ru
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ({"PROCESSES": "x"}, "octet: error: PROCESSES=x: not a whole number above 0; give one, or leave it out\n"),
-        ({"PROCESSES": "0"}, "octet: error: PROCESSES=0: not a whole number above 0; give one, or leave it out\n"),
-        ({"NODES": "0"}, "octet: error: NODES=0: not a whole number above 0; give one, or leave it out\n"),
+        ({"PROCESSES": "x"}, "octet: error: PROCESSES=x: not a number from 1 to 999999; give one, or leave it out\n"),
+        ({"PROCESSES": "0"}, "octet: error: PROCESSES=0: not a number from 1 to 999999; give one, or leave it out\n"),
+        (
+            {"RESTARTS": "1" * 20},
+            f"octet: error: RESTARTS={'1' * 20}: not a number from 1 to 999999; give one, or leave it out\n",
+        ),
+        ({"NODES": "0"}, "octet: error: NODES=0: not a number from 1 to 999999; give one, or leave it out\n"),
         (
             {"PROCESSES": "2", "RESTARTS": "0", "HEAD": ":port"},
             "octet: error: HEAD=:port: no host and port; set HEAD=HOST:PORT\n",
