@@ -90,7 +90,6 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
             starter = "torchrun" if launch.under_torchrun else "the launcher"
             raise UserError(f"-m: {starter} starts one run; start a sweep without it, or {starter} once for each run")
         _name_runs(jobs)
-        _check_resumed(jobs)
     for number, job in enumerate(jobs):
         run_name = job.tree.run.name if "run" in job.tree else None
         found = settings(job.overrides, **({} if run_name is None else {"name": run_name}))
@@ -101,6 +100,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
             job.overrides.insert(0, f"--from-run={from_run}")
         _replace_length(job)
         _fit_restarts(job.tree, launch)
+    if is_sweep:
+        _check_resumed(jobs)
     return jobs
 
 
@@ -344,8 +345,13 @@ def _check_resumed(jobs: list[Job]) -> None:
     """Raise UserError if runs of a sweep would resume in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS, as_typed
 
+    def folder_of(path: str, job: Job) -> str:
+        """The run's, where the path is that of a checkpoint, too."""
+        run = {} if job.settings is None else job.settings.tree["run"]
+        return path if path in NO_PATHS else os.path.realpath(os.path.join(run["dir"], run["name"]) if run else path)
+
     given = [str(job.tree.run.resume) for job in jobs]
-    places = [path if path in NO_PATHS else os.path.realpath(path) for path in given]
+    places = [folder_of(path, job) for path, job in zip(given, jobs, strict=True)]
     for path, place in zip(given, places, strict=True):
         if path not in NO_PATHS and places.count(place) > 1:
             raise UserError(
