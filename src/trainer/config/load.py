@@ -56,6 +56,9 @@ def unknown_key(key: str, value: Any) -> str:
     same_name = [k for k in keys if k.rpartition(".")[2] == wrong.rpartition(".")[2]]
     meant = same_name[0] if len(same_name) == 1 else octet_key(wrong)  # optim.max_steps
     meant = meant or nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys, ELSEWHERE)
+    name = (meant or "").rpartition(".")[2]
+    if entry and f"{parent}.{name}" in siblings:  # with its number, as the command line takes it
+        meant = f"{key[: key.rindex(']') + 1]}.{name}"
     problem = f"{key}={shown(printable(key, value))}: there is no such key"
     if wrong.partition(".")[0] == RECIPE:
         return f"{problem}; the first line of a recipe's file is # @package _global_"
@@ -71,7 +74,8 @@ def unknown_key(key: str, value: Any) -> str:
 def suggestion_for(name: str) -> str | None:
     """Return the key or recipe that `name` probably misspells, or None."""
     keys = keys_of(Config)
-    values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes no value
+    # a section takes no value, and a key in a list needs its entry
+    values = [key for key in keys if "[]" not in key and not any(other.startswith(f"{key}.") for other in keys)]
     if name in keys:  # a section whose config can be chosen: model=NAME
         return name
     meant = octet_key(name) or nearest(name, [*values, RECIPE], ELSEWHERE)

@@ -112,8 +112,8 @@ _NUMBERS = re.compile(  # a whole value, one of a sweep or of a list, or that of
 )
 
 
-# data.mix[0].path=X, as messages name it, is data.mix.0.path=X for Hydra
-_ENTRY = re.compile(r"^(\+*\w[\w.]*)\[(\d+)\](?=\.[\w.]+=)")
+# data.mix[0].path=X and optim.betas[1]=X, as messages name them, are data.mix.0.path=X and optim.betas.1=X for Hydra
+_ENTRY = re.compile(r"^(\+*\w[\w.]*)\[(\d+)\](?=[\w.]*=)")
 
 
 def _as_text(argument: str) -> str:

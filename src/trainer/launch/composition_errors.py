@@ -10,6 +10,7 @@ from trainer.launch.saved_config import AS_SAVED
 def explain(error: BaseException, arguments: list[str]) -> str:
     """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
     from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigIndexError
 
     from trainer.config import suggestion_for
     from trainer.config.schema import ELSEWHERE, nearest
@@ -43,6 +44,9 @@ def explain(error: BaseException, arguments: list[str]) -> str:
     if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
         return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
     if found := re.match(r"Error merging override (.+)", text):
+        if isinstance(error.__cause__, ConfigIndexError):
+            key = str(error.__cause__.full_key)
+            return f'{key}: there is no such entry; write the whole list, as "{key.rpartition("[")[0]}=[...]"'
         from trainer.config import Config
         from trainer.config.schema import describe, generic, keys_of
 
@@ -65,7 +69,7 @@ def _given(key: str, arguments: list[str]) -> str:
     """Return the value that the command line gives a key, for display, secrets hidden."""
     for argument in reversed(arguments):
         name, _, value = argument.partition("=")
-        if name.lstrip("+~").partition("@")[0] == key:
+        if re.sub(r"\[(\d+)\]", r".\1", name.lstrip("+~").partition("@")[0]) == key:
             return printable(key, value)
     return ""
 

@@ -150,7 +150,8 @@ def test_every_key_has_a_docstring_line():
         ("debug.inject", {"step": 1, "were": "loss", "value": "nan"}, "did you mean debug.inject.where?"),
         ("precision.rules.exceptions", [{"mtch": "a"}], "exceptions[0].mtch=a: there is no such key; did you mean"),
         ("trainer.phases", [{"steps": 5}], "phases[0].steps=5: there is no such key; trainer.phases[] has until,"),
-        ("trainer.phases", [{"optim": {"lr": 1}}], "did you mean trainer.phases[].lr?"),
+        ("trainer.phases", [{"optim": {"lr": 1}}], "did you mean trainer.phases[0].lr?"),
+        ("trainer.phases", [{}, {"learning_rate": 1}], "did you mean trainer.phases[1].lr?"),
         ("trainer.max_steps", "ten", "trainer.max_steps=ten: must be a whole number"),
         ("trainer.max_steps", 1.5, "trainer.max_steps=1.5: must be a whole number"),
         ("trainer.max_steps", 10**20, "must be a whole number or null, and no more than 9007199254740992"),
@@ -238,3 +239,4 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
     assert sum(len(names.split()) for names in KEYS.values()) == len(OURS)  # none is listed twice
     assert "did you mean trainer.max_steps?" in unknown_key("training.steps", 10)
     assert suggestion_for("tensor-model-parallel-size") == "parallel.tensor" and suggestion_for("model") == "model"
+    assert suggestion_for("lr_until") is None, "trainer.phases[].lr_until cannot be typed"

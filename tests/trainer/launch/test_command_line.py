@@ -141,6 +141,8 @@ MISTAKES = {
     "run.dir='~/runs'": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
     "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
+    "trainer.phases[0].until=5": "trainer.phases[0]: there is no such entry; write the whole list, as",
+    "optim.betas[1]=x": "optim.betas[1]=x: must be a number",
     "data.mix={name:a}": "data.mix={name:a}: must be a list of sections, as [a, b]",
     "precision.rules=[]": "precision.rules=[]: must be a section with the keys first_blocks, last_blocks, exceptions",
     # options
