@@ -30,7 +30,8 @@ def check_phases(config: Config) -> None:
         if phase.lr is None and phase.lr_shape is not Shape.constant:
             refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to move to", f"set {key}.lr")
         if phase.lr_until is not None and phase.lr_shape is Shape.constant:
-            refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant changes at once", "set linear or cosine")
+            fix = f"set {key}.lr_shape=linear, or cosine"
+            refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant changes at once", fix)
         if phase.mtp_loss_weight and not config.model.num_mtp_layers:
             refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
         if phase.router_bias_update_rate and (why := _why_no_bias(config.model)) is not None:
@@ -40,14 +41,11 @@ def check_phases(config: Config) -> None:
         if begin < end:
             why = f"the rate is still moving to {rate:g} until step {end}"
             refuse("trainer.phases", f"lr from step {begin + 1} on", why, "let one move end before the next begins")
-    for begin, end, rate, _ in moves:
-        if end <= begin < timeline.steps:
-            refuse(
-                "trainer.phases",
-                f"lr {rate:g}",
-                f"its move would end before it begins, at step {begin + 1}",
-                "set more",
-            )
+    for number, phase in enumerate(timeline.phases):
+        until = phase.config.lr_until
+        if until is not None and timeline.last_step_of(until) <= phase.begin < timeline.steps:
+            why = f"the move of lr would end before it begins, at step {phase.begin + 1}"
+            refuse(f"trainer.phases[{number}].lr_until", until, why, "set more")
 
 
 def _why_no_bias(model: ModelConfig) -> str | None:

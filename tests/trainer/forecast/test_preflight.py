@@ -90,6 +90,14 @@ Make = Callable[..., Config]
             "trainer.phases=[{until:2},{global_batch_size:3}]",
             "step 3 on: trainer.microbatch_size=2: it does not divide trainer.phases[1].global_batch_size=3; set 1",
         ),
+        (
+            "optim.schedule=phases trainer.phases=[{until:2,lr:1},{lr:2,lr_shape:linear,lr_until:1}]",
+            "trainer.phases[1].lr_until=1: the move of lr would end before it begins, at step 3; set more",
+        ),
+        (
+            "optim.schedule=phases trainer.phases=[{lr:1,lr_until:1}]",
+            "trainer.phases[0].lr_until=1: lr_shape=constant changes at once; set trainer.phases[0].lr_shape=linear",
+        ),
         ("model.hidden_size=1e15", "model.hidden_size=1000000000000000: out of range; set at most 262144"),
         ("model.num_layers=1e15", "model.num_layers=1000000000000000: out of range; set at most 4096"),
         ("model.num_experts_per_token=5", "model.num_experts_per_token=5: only 4 experts"),
