@@ -91,7 +91,7 @@ def describe(annotation: Any) -> str:
     if get_origin(inner) is list:
         entry = get_args(inner)[0]
         entries = {int: "whole numbers", float: "numbers", str: "texts"}
-        return f"a list of {entries.get(entry, 'sections')}, as [a, b]{or_null}"
+        return f"a list of {entries.get(entry, 'sections')}, as [a,b]{or_null}"
     if isinstance(inner, type) and issubclass(inner, Enum):
         return f"one of {', '.join(inner.__members__)}{or_null}"
     names_inside = ", ".join(field.name for field in dataclasses.fields(inner))

@@ -42,8 +42,10 @@ def _check_moments(config: Config) -> None:
     for key, decay in decays.items():
         if decay > SLOWEST:
             why = f"moments in BF16 lose changes as small as a decay of {decay} makes"
-            fix = f"set {SLOWEST} or less, or optim.moments=fp32"
-            refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
+            given, slowest = decay, str(SLOWEST)
+            if key == "optim.betas":
+                given, slowest = o.betas, f"[{','.join(str(min(beta, SLOWEST)) for beta in o.betas)}]"
+            refuse(key, given, why, f"set {slowest} or less, or optim.moments=fp32")
 
 
 def _check_loss_scale(c: LossScaleConfig) -> None:

@@ -100,7 +100,7 @@ def check_sizes(config: Config) -> None:
         if not 0 <= value <= 1:
             refuse(key, value, "it is a share", "set 0 to 1")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
-        refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
+        refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9,0.95]")
     for key, value in {"eval.batches": config.eval.batches, "eval.at_end": config.eval.at_end}.items():
         if value is not None and value < 1:
             refuse(key, value, "out of range", "set 1 or more, or null for every window")
@@ -171,7 +171,7 @@ def _check_debug(config: Config) -> None:
     if inject.steps < 1:
         refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
     if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
-        refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
+        refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN,END], END not included, or null")
 
 
 def _check_recovery(r: RecoveryConfig) -> None:
@@ -203,7 +203,7 @@ def _check_profile(config: Config) -> None:
     if steps is None:
         return
     if len(steps) != 2:
-        refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
+        refuse("profile.steps", steps, "a window has a first and a last step", "set [10,12], or null")
     if not 1 <= steps[0] <= steps[1] <= last:
         why = "no such window of steps"
-        refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to {last_step(config)}")
+        refuse("profile.steps", steps, why, f"set [FIRST,LAST], from 1 to {last_step(config)}")

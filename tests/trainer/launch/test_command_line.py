@@ -143,7 +143,7 @@ MISTAKES = {
     "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
     "trainer.phases[0].until=5": "trainer.phases[0]: there is no such entry; write the whole list, as",
     "optim.betas[1]=x": "optim.betas[1]=x: must be a number",
-    "data.mix={name:a}": "data.mix={name:a}: must be a list of sections, as [a, b]",
+    "data.mix={name:a}": "data.mix={name:a}: must be a list of sections, as [a,b]",
     "precision.rules=[]": "precision.rules=[]: must be a section with the keys first_blocks, last_blocks, exceptions",
     # options
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "

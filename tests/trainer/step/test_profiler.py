@@ -82,10 +82,10 @@ def test_a_failing_disk_costs_the_profile_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("window", "says"),
     [
-        ("[0,2]", "profile.steps=[0, 2]: no such window of steps; set [FIRST, LAST], from 1 to trainer.max_steps=6"),
+        ("[0,2]", "profile.steps=[0, 2]: no such window of steps; set [FIRST,LAST], from 1 to trainer.max_steps=6"),
         ("[3,2]", "profile.steps=[3, 2]: no such window"),
         ("[5,7]", "profile.steps=[5, 7]: no such window"),
-        ("[5]", "profile.steps=[5]: a window has a first and a last step; set [10, 12], or null"),
+        ("[5]", "profile.steps=[5]: a window has a first and a last step; set [10,12], or null"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(config: Configs, window: str, says: str) -> None:
