@@ -127,7 +127,10 @@ def check_batch(config: Config, degrees: Degrees) -> None:
         axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
         who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
         why = f"{degrees.data} {who}{doing} compute a multiple of {together} sequences"
-        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+        if degrees.pipeline > 1:
+            why += f", and parallel.pipeline={degrees.pipeline} stages need as many microbatches"
+        fix = f"set a multiple of {together * degrees.pipeline}"
+        refuse("trainer.global_batch_size", t.global_batch_size, why, fix)
 
 
 def with_fitting_microbatch(config: Config, degrees: Degrees) -> Config:

@@ -238,6 +238,16 @@ def test_what_is_advised_for_a_batch_suits_its_ranks_too(config: Make, batch: in
         check_values(two, forecast_degrees(two.parallel, 1))
 
 
+def test_what_is_advised_for_a_batch_suits_its_stages_too(config: Make):
+    keys = "parallel.shard=3", "parallel.pipeline=2", "trainer.microbatch_size=2"
+    made = config(*keys, "trainer.global_batch_size=8")
+    with pytest.raises(ValueError, match=r"3 ranks .* as many microbatches; set a multiple of 6$"):
+        check_values(made, resolve(made.parallel, 6))
+    made = config(*keys, "trainer.global_batch_size=6")
+    degrees = resolve(made.parallel, 6)
+    check_stages(with_fitting_microbatch(made, degrees), degrees)
+
+
 def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preflight, "build_problem", lambda: "no compiler; install one")
     check(config("trainer.device=cpu"))
