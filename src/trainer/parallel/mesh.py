@@ -141,7 +141,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     elif known != groups:
         if known == least == 1:
             why = f"parallel.replicate * parallel.shard must be the {world} processes"
-            refuse("parallel.shard", config.shard, why, "choose parallel=fsdp, which uses all, or start one process")
+            refuse("parallel.shard", config.shard, why, "set parallel.shard=-1, which uses all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
         others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))

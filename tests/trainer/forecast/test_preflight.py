@@ -261,7 +261,7 @@ def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monk
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("parallel=single",), r"parallel\.shard=1: .*choose parallel=fsdp"),
+        (("parallel=single",), r"parallel\.shard=1: .*set parallel\.shard=-1"),
         (
             ("trainer.microbatch_size=4", "trainer.global_batch_size=4"),
             r"global_batch_size=4: 2 ranks .* multiple of 8",

@@ -155,7 +155,7 @@ def test_a_signal_before_training_also_ends_ranks_that_cannot_handle_it(tmp_path
     ("options", "arguments", "says"),
     [
         ([], ["parallel=fsdp", "model.dimm=3"], "error: model.dimm=3: there is no such key"),
-        ([], ["+recipe=bf16"], "choose parallel=fsdp, which uses all, or start one process"),
+        ([], ["+recipe=bf16"], "set parallel.shard=-1, which uses all, or start one process"),
         ([], ["-m", "parallel=fsdp", "+recipe=bf16,fp8_jit"], "error: -m: torchrun starts one run"),
         (["--max_restarts=1"], ["parallel=fsdp"], "error: --max-restarts=1: a run without a name"),
     ],

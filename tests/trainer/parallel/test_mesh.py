@@ -45,7 +45,7 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
 @pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
-        ({}, 4, r"parallel\.shard=1: .* the 4 processes; choose parallel=fsdp"),
+        ({}, 4, r"parallel\.shard=1: .* the 4 processes; set parallel\.shard=-1"),
         (
             {"shard": 8},
             1,
