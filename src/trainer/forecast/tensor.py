@@ -15,6 +15,7 @@ from trainer.parallel.mesh import Degrees, divisor_near
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
 WIDTH = 16  # elements that an FP8 GEMM reads at a time
+_IN_FP8 = f"for a head in FP8 not a multiple of {WIDTH}"
 
 
 def parts(row: GemmRow, degrees: Degrees) -> int:
@@ -86,21 +87,31 @@ def check_context(config: Config, degrees: Degrees) -> None:
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
     """Raise UserError, naming key, value and fix, if the config does not support `degrees.tensor` ranks."""
-    t, m = degrees.tensor, config.model
+    t = degrees.tensor
+    if (why := _why_not(config, degrees, t)) is not None:
+        left = degrees.stage // degrees.context
+        fits = next(n for n in range(t - 1, 0, -1) if not left % n and _why_not(config, degrees, n) is None)
+        narrow = ", or precision.table.lm_head=bf16" if why.endswith(_IN_FP8) else ""
+        refuse("parallel.tensor", t, why, f"set {fits}{narrow}")
+    if t > 1 and config.health.shadow_every:
+        why, fix = f"it does not support parallel.tensor={t}", "set health.shadow_every=0, or parallel.tensor=1"
+        refuse("health.shadow_every", config.health.shadow_every, why, fix)
+
+
+def _why_not(config: Config, degrees: Degrees, t: int) -> str | None:
+    """Return why `t` ranks cannot share the heads and words of a model, None if they can."""
+    m = config.model
     if t == 1:
-        return
-    off = "set parallel.tensor=1"
-    together = degrees.sequence
+        return None
+    together = degrees.context * t
     for key, value, ranks in (
         ("model.num_heads", m.num_heads, together),
         ("trainer.sequence_length", config.trainer.sequence_length, together),
         ("model.vocab_size", m.vocab_size, t),
     ):
         if value % ranks:
-            by, fix = "", "set a divisor"
-            if ranks != t:
-                by, fix = f" as {ranks} ranks with parallel.context={degrees.context}", "lower one of them"
-            refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
+            by = f" as {ranks} ranks with parallel.context={degrees.context}" if ranks != t else ""
+            return f"it does not divide {key}={value}{by}"
     heads = m.num_heads // t
     widths = {
         "qk_nope_head_dim + model.qk_rope_head_dim": m.qk_nope_head_dim + m.qk_rope_head_dim,
@@ -109,11 +120,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     }
     for key, width in widths.items():
         if heads * width % WIDTH:
-            why = f"a rank has {counted(heads, 'head')} of model.{key}={width}, not a multiple of {WIDTH} features"
-            refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
+            return f"a rank has {counted(heads, 'head')} of model.{key}={width}, not a multiple of {WIDTH} features"
     if config.precision.table.lm_head is Precision.fp8 and m.vocab_size // t % WIDTH:
-        why = f"a rank has {m.vocab_size // t} words of model.vocab_size, for a head in FP8 not a multiple of {WIDTH}"
-        refuse("parallel.tensor", t, why, "set a smaller divisor, or precision.table.lm_head=bf16")
-    if config.health.shadow_every:
-        why = f"it does not support parallel.tensor={t}"
-        refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
+        return f"a rank has {m.vocab_size // t} words of model.vocab_size, {_IN_FP8}"
+    return None

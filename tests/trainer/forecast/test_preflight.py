@@ -303,11 +303,19 @@ def test_what_no_phase_brings_is_refused_without_one(config: Callable[..., Confi
         check(config("parallel=fsdp", "parallel.expert=2", "model.num_experts=5", phases), world_size=2)
 
 
+def test_the_advice_for_tensor_goes_with_the_model_and_the_ranks(config: Make):
+    """6 and 3 divide the heads, but not the ranks; of 4, each would have three heads of 24 values."""
+    keys = "model.num_heads=12", "model.v_head_dim=24", "trainer.sequence_length=48", "trainer.microbatch_size=1"
+    with pytest.raises(ValueError, match=r"^parallel\.tensor=8: it does not divide model\.num_heads=12; set 2$"):
+        check(config("parallel=fsdp", "parallel.tensor=8", *keys), world_size=8)
+    check(config("parallel=fsdp", "parallel.tensor=2", *keys), world_size=8)
+
+
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("model.num_heads=6", r"num_heads=6 as 4 ranks with parallel\.context=2; lower one of them$"),
-        ("model.vocab_size=501", r"vocab_size=501; set a divisor$"),
+        ("model.num_heads=6", r"num_heads=6 as 4 ranks with parallel\.context=2; set 1$"),
+        ("model.vocab_size=501", r"vocab_size=501; set 1$"),
     ],
 )
 def test_the_advice_for_tensor_beside_context_names_what_cuts_it(config: Make, key: str, says: str):
