@@ -190,10 +190,11 @@ class Checkpointer:
                 if reason != self._last_reported:  # not by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
                 self._last_reported = reason
-            kept = ""
+            fix = "free space or set run.dir"
             with suppress(OSError):  # the whole disk may be away
-                kept = "earlier checkpoints are intact, " if list_checkpoints(self.folder) else ""
-            raise CheckpointError(f"checkpoint of {reason}; {kept}free space or set run.dir") from error
+                if list_checkpoints(self.folder):  # another run.dir would not resume from them
+                    fix = "earlier checkpoints are intact, free space or move the run's folder, then resume"
+            raise CheckpointError(f"checkpoint of {reason}; {fix}") from error
         if files is None:  # of another rank than 0
             return
         seconds = time.perf_counter() - start

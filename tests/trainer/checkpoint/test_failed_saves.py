@@ -28,7 +28,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(failure.value, OSError) and str(failure.value).endswith(
-        "File too large; earlier checkpoints are intact, free space or set run.dir"
+        "File too large; earlier checkpoints are intact, free space or move the run's folder, then resume"
     )
     assert events.heard[-1][0] == "alert"
     assert events.heard[-1][3] == {"rule": "checkpoint", "path": str(folder / "step_00000002"), "failed": True}
