@@ -293,8 +293,9 @@ class _Experts(Rule):
     def _alert(self, step: int, name: str, value: float, steps: int) -> Alert:
         message = (
             f"{self.words.format(f'of {name}' if name else 'of the worst block', value)} for {steps} steps "
-            f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; raise the router bias's speed "
-            "(model.router_bias_update_rate) or the balance loss (model.balance_loss_weight)"
+            f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; start a new run from its weights "
+            "(run.init_from) with a higher model.balance_loss_weight or, with sigmoid scoring, "
+            "model.router_bias_update_rate"
         )
         return Alert(self.name, step, message, value, self._threshold, block=name or None)
 
