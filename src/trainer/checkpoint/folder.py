@@ -11,12 +11,14 @@ checkpoint under exactly one of these names.
 
 import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from precision.errors import UserError
 from trainer.checkpoint.manifest import STATE, DamagedCheckpoint, verify
 from trainer.files import sync_folder
 
@@ -82,19 +84,26 @@ def _check_name(path: Path) -> None:
 
 def verify_on_all_ranks(world: "World", ask: Callable[[Verify], T], named: str) -> T:
     """Return on every rank what `ask(check)` returns on rank 0. `check` is `verify_checkpoint` by all ranks, each of
-    which reads its share of the files. A collective; named: as for `World.on_rank_0`."""
+    which reads its share of the files, or UserError where only some ranks see it. A collective; named: as for
+    `World.on_rank_0`."""
 
-    def part(path: Path) -> str | None:
+    def part(path: Path) -> tuple[str, str]:
+        """Return the damage, and where this rank has looked if it sees no such folder."""
         try:
             verify(path, share=(world.rank, world.size))
         except DamagedCheckpoint as damage:
-            return str(damage)
-        return None
+            return str(damage), "" if path.is_dir() else f"{path.absolute()} on {platform.node()}"
+        return "", ""
 
-    def first(everyone: Callable[[Path], list[str | None]]) -> T:
+    def first(everyone: Callable[[Path], list[tuple[str, str]]]) -> T:
         def check(path: Path) -> None:
-            if found := [damage for damage in everyone(path) if damage is not None]:
-                raise DamagedCheckpoint(found[0])
+            damages, places = zip(*everyone(path), strict=True)
+            if any(places) and not places[0]:
+                rank, place = next(each for each in enumerate(places) if each[1])
+                why = f"rank {rank} does not see this checkpoint ({place})"
+                raise UserError(f"{path}: {why}; all nodes need it on a file system that they share")
+            if any(damages):
+                raise DamagedCheckpoint(next(filter(None, damages)))
             _check_name(path)
 
         return ask(check)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import manifest, newest_checkpoint, verify_on_all_ranks
+from precision.errors import UserError
+from trainer.checkpoint import Verify, manifest, newest_checkpoint, verify_on_all_ranks
 from trainer.checkpoint.manifest import STATE, write_file, write_manifest
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World, init
@@ -56,7 +57,15 @@ def scene(world: World, out: Path) -> dict[str, Any]:
         ),
         "scene",
     )
-    return {"found": world.gather(str(found)), "read": world.gather(read), "events": events}
+    os.chdir(folder if world.is_first else out.parent)
+    unseen = verify_on_all_ranks(world, lambda check: refusal(check, Path("step_00000001")), "unseen")
+    return {"found": world.gather(str(found)), "read": world.gather(read), "events": events, "unseen": unseen}
+
+
+def refusal(check: Verify, path: Path) -> tuple[str, str]:
+    with pytest.raises(UserError) as error:
+        check(path)
+    return error.type.__name__, str(error.value)
 
 
 def test_each_rank_reads_its_share_and_all_pass_over_what_one_finds_damaged(
@@ -70,6 +79,8 @@ def test_each_rank_reads_its_share_and_all_pass_over_what_one_finds_damaged(
     assert [step for step, _ in said["events"]] == [5, 4, 3]
     whys = ["holds step 2 under the name of step 5", f"4/{NAMES[-1]} was altered", f"3/{NAMES[-2]} was altered"]
     assert all(why in message for why, (_, message) in zip(whys, said["events"], strict=True))
+    kind, message = said["unseen"]  # by one of them: it is not damaged
+    assert kind == "UserError" and message.startswith("step_00000001: rank 1 does not see this checkpoint (/")
 
 
 def main() -> None:
