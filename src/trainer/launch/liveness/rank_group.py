@@ -196,11 +196,13 @@ class RankGroup:
     def failed(self, error: BaseException, code: int, message: str | None = None, of_all: bool = False) -> NoReturn:
         """End the job, this process included, because main ended with `error`.
 
-        message: to print instead of a traceback. of_all: all ranks have the error, as for a user's mistake, not this
-        rank alone.
+        message: to print instead of a traceback. of_all: all ranks have the error, as for a user's mistake, unless
+        rank 0 goes on: a file may be missing on one node alone.
         """
+        assert self._store is not None
         if self._announced is not None:
             self.end(self._announced)
+        of_all = of_all and (self.launch.is_first or self._store.wait_for_failure(heartbeat.PATIENCE) is not None)
         if message is not None and of_all:
             self.end(Failure(message, code, self.launch.rank, self.launch.rank, self.step))
         try:
