@@ -266,9 +266,8 @@ def _check_part(part: SourceConfig) -> None:
     key, path = part.key, part.path
     if part.source is Source.stdlib:
         if path is not None:
-            raise UserError(
-                f"{key}.path={path}: {key}.source=stdlib finds its own folder: set data=text to read this one"
-            )
+            fix = "leave its source out, and set data=text" if key != "data" else "set data=text"
+            raise UserError(f"{key}.path={path}: {key}.source=stdlib finds its own folder: {fix} to read this one")
         return
     wanted = {
         Source.text: "a folder of text files, or one file: set {}.path=PATH",
@@ -293,8 +292,9 @@ def _check_path(key: str, path: str, source: Source) -> None:
             raise UserError(f"{key}={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
     elif Path(path).is_file():
         if source not in (Source.files, Source.text):
-            why = f"a file, and data.source={source.value} reads a folder"
-            raise UserError(f"{key}={path}: {why}: give a folder, or read one file with data=files")
+            kind = f"{key.rpartition('.')[0]}.source"
+            why = f"a file, and {kind}={source.value} reads a folder"
+            raise UserError(f"{key}={path}: {why}: give a folder, or read one file with {kind}=files")
     elif not Path(path).is_dir():
         kind = "folder or file" if source in (Source.files, Source.text) else "folder"
         raise UserError(f"{key}={path}: there is no such {kind}: give an existing one")

@@ -54,6 +54,16 @@ def test_every_group_gives_every_key(name: str) -> None:
             512,
             r"data\.validation_split=train: the text that is trained on",
         ),
+        (
+            {"mix": [MixEntry("a", source=Source.bins, path=__file__)]},
+            512,
+            r"a file, and data\.mix\[0\]\.source=bins reads .*, or read one file with data\.mix\[0\]\.source=files",
+        ),
+        (
+            {"source": Source.text, "mix": [MixEntry("a", source=Source.stdlib, path="/no/where")]},
+            512,
+            r"data\.mix\[0\]\.source=stdlib finds its own folder: leave its source out, and set data=text",
+        ),
         ({"source": Source.bins, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
         ({"mix": [MixEntry("a")], "path": "/tmp"}, 512, r"data\.path=/tmp: data\.mix names the sources"),
         ({"mix": [MixEntry("a b")]}, 512, r"data\.mix\[0\]\.name=a b: is not a file name"),
