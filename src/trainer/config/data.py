@@ -229,7 +229,8 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
     if data.workers is not None and data.workers < 1:
         raise UserError(f"data.workers={data.workers}: too few; set at least 1, or null for one per core")
     if not data.end_of_text:
-        raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
+        why = "documents need a token between them"
+        raise UserError(f"data.end_of_text='': {why}: set one, for example \"data.end_of_text='<|endoftext|>'\"")
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
     if trains and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(

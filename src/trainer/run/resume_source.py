@@ -1,6 +1,7 @@
 """The source of a run that does not start from nothing: its own checkpoint, if config and checkpoint agree on what may
 not change, or the weights of another run."""
 
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -127,7 +128,7 @@ def _check_same(theirs: dict, config: Config, path: Path) -> None:
         for key, value in ours[section].items():
             was = theirs.get(section, {}).get(key, value)
             if was != value:
-                fix = f"set {section}.{key}={_typed(was)}"
+                fix = f"set {shlex.quote(f'{section}.{key}={_typed(was)}')}"
                 if _difference(_meta_tensors(config), path) is None:
                     fix += f", or start a new run from its weights with {as_typed('run.init_from', str(path))}"
                 raise UserError(f"{section}.{key}={_typed(value)}: {path} was trained with {_typed(was)}; {fix}")

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,9 @@ def test_a_suggested_section_can_be_typed(tmp_path: Path) -> None:
     checkpointer.save(1, {"model": {}}, identity(began))
     checkpointer.close()
     path = tmp_path / "step_00000001"
-    with pytest.raises(UserError, match=r"^model\.rope_scaling=null: .*; set model\.rope_scaling=\{.*\}$") as no:
+    with pytest.raises(UserError, match=r"^model\.rope_scaling=null: .*; set 'model\.rope_scaling=\{.*\}'$") as no:
         check_resumable(changed, read_meta(path), path)
-    assert config_of([*SMALL, str(no.value).split("; set ")[1]]).model == began.model
+    assert config_of([*SMALL, *shlex.split(str(no.value).split("; set ")[1])]).model == began.model
 
 
 # ---------------------------------------------------------------------------------------------------- a path
