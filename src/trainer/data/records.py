@@ -29,7 +29,7 @@ LONGEST_BYTES = 1 << 28
 COUNTED_BYTES = 1 << 30
 """Lines of a file are counted for a message only up to this byte."""
 EMPTY = "empty"
-COLUMN = "data.text_column"
+COLUMN = ".text_column"
 NO_TEXT = "is not text"
 ONE_VALUE = "one JSON value for the whole file instead of one object a line (jq -c '.[]' converts an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
@@ -158,7 +158,7 @@ class Lines:
     label: str
     begin: int
     end: int
-    column: str
+    part: SourceConfig
 
     @property
     def num_bytes(self) -> int:
@@ -180,7 +180,7 @@ class Lines:
         if self._is_long:
             data = data[: data.rfind(b"\n") + 1]
             log.add(self.label, TOO_LONG, Line(data.count(b"\n") + 1, self.begin + len(data), self._lines_before))
-        yield from parse_lines(data, self.label, self.begin, self.column, fraction, log, self._lines_before)
+        yield from parse_lines(data, self.label, self.begin, self.part, fraction, log, self._lines_before)
 
     def _lines_before(self) -> int | None:
         """Return the number of lines of the file before this block, for a message; None far into a large file, which
@@ -196,7 +196,7 @@ class LinesRead:
     data: bytes
     label: str
     begin: int
-    column: str
+    part: SourceConfig
     lines_before: int
 
     @property
@@ -205,21 +205,21 @@ class LinesRead:
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         lines = self.lines_before
-        yield from parse_lines(self.data, self.label, self.begin, self.column, fraction, log, lambda: lines)
+        yield from parse_lines(self.data, self.label, self.begin, self.part, fraction, log, lambda: lines)
 
 
 def parse_lines(
     data: bytes,
     label: str,
     begin: int,
-    column: str,
+    part: SourceConfig,
     fraction: float,
     log: SkipLog,
     lines_before: Callable[[], int | None],
 ) -> Iterator[Piece]:
     """Yield the documents in some lines of JSON. lines_before: number of lines of the file before them, if known;
     called for entries of the log."""
-    place = begin
+    place, column = begin, part.text_column
     for number, line in enumerate(data.split(b"\n"), 1):
         here, place = place, place + len(line) + 1
         if not line.strip():
@@ -238,7 +238,7 @@ def parse_lines(
             log.add(label, ONE_VALUE if here == 0 and isinstance(record, list) else "not a JSON object", where)
         elif column not in record:
             has = ", ".join(list(record)[:9])
-            log.add(label, f"no key {column}, which {COLUMN} names", where, which=f"which has {has}")
+            log.add(label, f"no key {column}, which {part.key}{COLUMN} names", where, which=f"which has {has}")
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} {NO_TEXT}", where)
         else:
@@ -312,10 +312,10 @@ class RowGroup:
 
 def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -> None:
     """Raise UserError if the text column is missing or is not text."""
-    column, key = part.text_column, f"{part.key}.text_column"
+    column, key = part.text_column, f"{part.key}{COLUMN}"
     if column not in names:
         other = f", or leave it out by {part.key}.glob" if part.source is Source.files else ""
-        raise UserError(f"{key}={column}: {label} has no such column: {_choice(names, schema is None)}{other}")
+        raise UserError(f"{key}={column}: {label} has no such column: {_choice(part, names, schema is None)}{other}")
     if list(names).count(column) > 1:
         raise UserError(f"{key}={column}: {label} has several columns of that name: rename all but one")
     kind = str(schema.field(column).type) if schema is not None else "string"
@@ -324,11 +324,11 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
         raise UserError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
 
 
-def _choice(names: Sequence[str], in_first_row: bool) -> str:
+def _choice(part: SourceConfig, names: Sequence[str], in_first_row: bool) -> str:
     if any("\udc80" <= letter <= "\udcff" for letter in "".join(names)):
         return f"its first row is {NOT_UTF8}; {TO_UTF8}"
     if len(names) == 1 and ";" in names[0]:
-        return f"its first row is {names[0]}; separate columns with commas, or with tabs and data.format=tsv"
+        return f"its first row is {names[0]}; separate columns with commas, or with tabs and {part.key}.format=tsv"
     row = ", the names in its first row" if in_first_row else ""
     return f"set one of {', '.join(names)}{row}"
 

@@ -227,7 +227,7 @@ class Files:
         return path if self.part.key == "data" else f"{self.part.name}/{path}"
 
     def _blocks(self, document: Document, log: SkipLog) -> Iterator[Block]:
-        path, label, column = self._corpus.root / document.path, self._label(document.path), self.part.text_column
+        path, label = self._corpus.root / document.path, self._label(document.path)
         kind, packed = self._kinds[document.path]
         if self._divided is not None:
             begin, end = self._divided, document.num_bytes
@@ -240,12 +240,12 @@ class Files:
         elif kind in (Format.csv, Format.tsv):
             yield from rows_of(path, label, self.part, "," if kind is Format.csv else "\t", log)
         elif packed:
-            yield from lines_of_packed(path, label, column, log)
+            yield from lines_of_packed(path, label, self.part, log)
         else:
-            yield from line_ranges(path, label, column, log)
+            yield from line_ranges(path, label, self.part, log)
 
 
-def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
+def line_ranges(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
     """Yield ranges of a file of lines."""
     try:
         with path.open("rb") as file:
@@ -259,13 +259,13 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
                         end += len(piece)
                         if piece.endswith(b"\n"):
                             break
-                yield Lines(path, label, begin, min(end, size), column)
+                yield Lines(path, label, begin, min(end, size), part)
                 begin = end
     except OSError as error:
         log.lost(label, f"cannot be read: {error.strerror}")
 
 
-def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
+def lines_of_packed(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
     """Yield the lines of a compressed file. Of a damaged one, those before the damage."""
     rest: list[bytes] = []  # of a line that continues in the next block
     size = begin = lines = 0
@@ -279,7 +279,7 @@ def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterat
             cut = data.rfind(b"\n") + 1
             if cut:
                 whole = b"".join([*rest, data[:cut]])
-                yield LinesRead(whole, label, begin, column, lines)
+                yield LinesRead(whole, label, begin, part, lines)
                 begin, rest, size, lines = begin + size + cut, [], 0, lines + whole.count(b"\n")
             rest.append(data[cut:])
             size += len(data) - cut
@@ -287,7 +287,7 @@ def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterat
                 log.add(label, TOO_LONG, f"line {lines + 1}")
                 begin, rest, size, skipping = begin + size, [], 0, True
         if size:
-            yield LinesRead(b"".join(rest), label, begin, column, lines)
+            yield LinesRead(b"".join(rest), label, begin, part, lines)
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
 

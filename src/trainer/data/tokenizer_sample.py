@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tokenizers import Tokenizer
 
 from precision.errors import UserError
-from trainer.config.data import DataConfig, Source, check_data, source_configs
+from trainer.config.data import DataConfig, Source, SourceConfig, check_data, source_configs
 from trainer.data.corpus import NOT_UTF8, TO_UTF8
 from trainer.data.records import COLUMN, NO_TEXT, ONE_VALUE, SkipLog
 from trainer.data.sources import Reader, open_source
@@ -62,13 +62,13 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
         found = log.found.values()
         found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are not JSON either
         reasons = "; ".join(each.line() for each in found[:3])
-        fix = f"{reasons}; {_fix(found[0].why)}" if found else "give more text, or a data.tokenizer"
+        fix = f"{reasons}; {_fix(found[0].why, readers[0].part)}" if found else "give more text, or a data.tokenizer"
         raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
     report(what, taken, taken)
 
 
-def _fix(why: str) -> str:
-    """Return the fix for text of which nothing is usable."""
+def _fix(why: str, part: SourceConfig) -> str:
+    """Return the fix for text of which nothing is usable. part: its source."""
     if why == NOT_UTF8:
         return TO_UTF8
-    return f"set {COLUMN}" if COLUMN in why or why.endswith(NO_TEXT) else "correct that"
+    return f"set {part.key}{COLUMN}" if COLUMN in why or why.endswith(NO_TEXT) else "correct that"

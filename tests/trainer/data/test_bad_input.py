@@ -101,6 +101,17 @@ def test_a_missing_column_is_reported_without_nested_brackets(files: DataConfig)
     assert "(" not in str(error.value)
 
 
+def test_in_a_mix_the_key_of_the_source_is_named(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c"}'] * 9))
+    (folder(files) / "y.csv").write_text("id;text\n7;b\n")
+    entries = [MixEntry(name=each, path=files.path, glob=f"*.{each}", text_column="body") for each in ("jsonl", "csv")]
+    mixed = replace(files, path=None, tokenizer=None)
+    with pytest.raises(ValueError, match=r"no key body, which (data\.mix\[0\]\.text_column) names; set \1$"):
+        prepare(replace(mixed, mix=entries[:1]), 512)
+    with pytest.raises(ValueError, match=r"with tabs and data\.mix\[0\]\.format=tsv,"):
+        prepare(replace(mixed, mix=entries[1:]), 512)
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_line(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(GOOD))
     assert count(prepare(files, 512)) == len(GOOD)
