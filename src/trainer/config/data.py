@@ -170,6 +170,12 @@ class SourceConfig:
     validation_split: str | None
 
     @property
+    def path_key(self) -> str:
+        """Key of its path in messages."""
+        held_out = self.source in HAVE_PATHS and self.path == self.validation_path
+        return f"{self.key}.{'validation_path' if held_out else 'path'}"
+
+    @property
     def held_out(self) -> SourceConfig | None:
         """Return the source that `validation_path` and `validation_split` name; None if a share of this one is held
         out."""

@@ -86,12 +86,12 @@ class Corpus:
 
 def scan(data: DataConfig | SourceConfig) -> Corpus:
     """List the corpus. Raises UserError if no file of it has text."""
-    key = data.key if isinstance(data, SourceConfig) else "data"
+    key, path_key = (data.key, data.path_key) if isinstance(data, SourceConfig) else ("data", "data.path")
     root = _root(data)
     if root.is_file():
         status = root.stat()
         if not status.st_size:
-            raise UserError(f"{key}.path={data.path}: an empty file: give one with text")
+            raise UserError(f"{path_key}={data.path}: an empty file: give one with text")
         return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
     documents, missing, empty = [], [], []
 
@@ -136,7 +136,7 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
                 empty.append(path)
     if missing and not documents:
         raise UserError(
-            f"{key}.path={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
+            f"{path_key}={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
         )
     if not documents:
         fix = (

@@ -89,10 +89,10 @@ class Dataset:
             self._builder = self._load(commit or self.part.revision)
         found = str(self._builder.hash)
         if commit is not None and found != commit:
-            key, path = self.part.key, self.part.path
+            part = self.part
             raise UserError(
-                f"{key}.path={path}: `datasets` has commit {found[:12]} here, not {commit[:12]}: prepare where the "
-                f"hub can be reached, or set {key}.revision={found} to use this one"
+                f"{part.path_key}={part.path}: `datasets` has commit {found[:12]} here, not {commit[:12]}: prepare "
+                f"where the hub can be reached, or set {part.key}.revision={found} to use this one"
             )
         return found
 
@@ -119,7 +119,7 @@ class Dataset:
                 raise
             reason = " ".join(str(error.__cause__ or error).split())
             raise UserError(
-                f"{part.key}.path={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
+                f"{part.path_key}={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
                 f"revision={part.revision} ({type(error).__name__}: {reason[:300]}): correct that, or repair it"
             ) from error
 
@@ -137,11 +137,11 @@ class Dataset:
                 if isinstance(rows, datasets.DatasetDict):
                     if part.split not in rows:
                         names = ", ".join(map(str, rows))
-                        raise UserError(f"{part.key}.path={root}: has no split {part.split}: set one of {names}")
+                        raise UserError(f"{part.path_key}={root}: has no split {part.split}: set one of {names}")
                     rows = rows[part.split]
                 elif part.split not in (DataConfig.split, str(rows.split)):  # all rows would be that split
                     why = f"is a single dataset, without a split {part.split}"
-                    raise UserError(f"{part.key}.path={root}: {why}: leave that out, or save a DatasetDict")
+                    raise UserError(f"{part.path_key}={root}: {why}: leave that out, or save a DatasetDict")
                 rows = rows.to_iterable_dataset() if part.streaming else rows
             else:
                 builder = self._builder or self._load(part.revision)

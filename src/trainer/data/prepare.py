@@ -125,7 +125,7 @@ def _check_outside(place: Path, sources: Sequence[SourceConfig], setting: str) -
     for part in (each for source in sources for each in (source, source.held_out) if each is not None):
         if any(reads(part, file) for file in files):
             raise UserError(
-                f"{setting}: its files would be text of {part.key}.path={part.path}; choose a folder outside of that"
+                f"{setting}: its files would be text of {part.path_key}={part.path}; choose a folder outside of that"
             )
 
 

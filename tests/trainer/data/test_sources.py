@@ -223,8 +223,11 @@ def test_a_single_file_is_not_divided_within_its_last_character(prepare_for: Pre
 @pytest.mark.parametrize("source", [Source.text, Source.files])
 def test_an_empty_file_is_named(prepare_for: Prepare, tmp_path: Path, source: Source) -> None:
     (tmp_path / "input.txt").touch()
-    with pytest.raises(UserError, match=r"/input\.txt: an empty file: give one with text$"):
-        prepare_for(source=source, path=str(tmp_path / "input.txt"), glob="*.txt")
+    (tmp_path / "more.txt").write_text("text")
+    for key in ("path", "validation_path"):
+        paths = {"path": str(tmp_path), key: str(tmp_path / "input.txt")}
+        with pytest.raises(UserError, match=rf"^data\.{key}=.*/input\.txt: an empty file: give one with text$"):
+            prepare_for(source=source, glob="*.txt", **paths)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved splits", "hub"])
