@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig, Stop, check_data, source_configs
+from trainer.config.paths import as_typed
 from trainer.data.bins import FORMAT
 from trainer.data.corpus import reads
 from trainer.data.finish import KEY, REVISIONS, finish, tidy
@@ -140,9 +141,10 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
     for shard in (*prepared.train.shards, *prepared.validation.shards):
         end = shard.sidecar.end_of_text
         if tokenizer.token_to_id(end_of_text) != end:
+            theirs = str(tokenizer.id_to_token(end))
             raise UserError(
-                f"data.end_of_text={end_of_text}: documents in {shard.path.parent} end with "
-                f"{tokenizer.id_to_token(end)}: set data.end_of_text to that"
+                f"data.end_of_text={end_of_text}: documents in {shard.path.parent} end with {theirs}: "
+                f"set {as_typed('data.end_of_text', theirs)}"
             )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
+from trainer.config.paths import as_typed
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, Shard
 from trainer.data.records import Skipped
@@ -154,8 +155,8 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         if each.tokenizer_hash != found[0].tokenizer_hash:
             raise UserError(
                 f"{part.key}.path={part.path}: prepared with tokenizer {each.tokenizer_hash[:12]}, {sources[0].path} "
-                f"with {found[0].tokenizer_hash[:12]}: prepare one again with data.tokenizer="
-                f"{found[0].tokenizer_path}"
+                f"with {found[0].tokenizer_hash[:12]}: prepare one again with "
+                f"{as_typed('data.tokenizer', str(found[0].tokenizer_path))}"
             )
 
     def named(part: SourceConfig, name: str, alone: bool) -> str:
