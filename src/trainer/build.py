@@ -34,7 +34,7 @@ from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import bars
-from trainer.forecast.check_values import check_single_steps
+from trainer.forecast.check_values import check_single_steps, in_phase
 from trainer.forecast.header import header
 from trainer.forecast.preflight import without_effect
 from trainer.forecast.stages import idle_share
@@ -204,11 +204,14 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         notes.extend(_other_tokenizer(origin, data))
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
-    batch, longest = max(each.batch for each in timeline.segments), max(each.length for each in timeline.segments)
+    for each in timeline.segments:
+        with in_phase(config, each):
+            data.train.check_length(each.length, each.batch)
+            data.validation.check_length(each.length)  # else this would fail only at the end of training
+    batch = max(each.batch for each in timeline.segments)
     loader = Loader(
         data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
     )
-    data.validation.check_length(longest)  # else this would fail only at the end of training
 
     def check(meta: dict[str, Any], path: Path) -> None:
         check_resumable(config, meta, path)

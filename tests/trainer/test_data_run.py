@@ -57,3 +57,10 @@ def test_held_out_text_shorter_than_a_sequence_is_reported_before_the_training(c
     with pytest.raises(ValueError, match=r"sequence_length=3000: .*validation\.bin has only \d+ tokens, a sequence"):
         Trainer(config("run.name=a", *sizes))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("setting", ["global_batch_size: 1048576", "sequence_length: 3000, global_batch_size: 2"])
+def test_too_little_text_for_a_phase_names_its_key(config: Configs, setting: str) -> None:
+    key, phases = setting.partition(":")[0], f"trainer.phases=[{{until: 1}}, {{{setting}}}]"
+    with pytest.raises(ValueError, match=rf"from step 2 on: trainer\.phases\[1\]\.{key}=\d+: .*\.bin has only \d+"):
+        Trainer(config("run.name=a", "trainer.max_steps=3", phases))

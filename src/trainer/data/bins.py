@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from precision.errors import UserError
+from precision.errors import UserError, counted
 
 FORMAT = 2  # of bin and sidecar; incremented when either changes meaning
 SPARE_FILES = 256  # kept free for a process beside the shards
@@ -201,12 +201,18 @@ class Bins:
         """Return the number of windows of S+1 tokens at stride S: each has S targets that no other has."""
         return (self.num_tokens - 1) // sequence_length
 
-    def check_length(self, sequence_length: int) -> None:
-        """Raise UserError if there is no window at all."""
-        if self.num_windows(sequence_length) == 0:
+    def check_length(self, sequence_length: int, batch: int = 1) -> None:
+        """Raise UserError if there is no window at all, or fewer than a batch has."""
+        num_windows = self.num_windows(sequence_length)
+        if num_windows == 0:
             raise UserError(
                 f"trainer.sequence_length={sequence_length}: {self.path} has only {self.num_tokens} tokens, a sequence "
                 f"takes {sequence_length + 1}: lower it, or give more text"
+            )
+        if num_windows < batch:
+            raise UserError(
+                f"trainer.global_batch_size={batch}: {self.path} has only {counted(num_windows, 'sequence')} of "
+                f"{sequence_length} tokens: lower it, or give more text"
             )
 
     def gather(self, windows: np.ndarray, sequence_length: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from precision.errors import UserError, counted
+from precision.errors import UserError
 from trainer.config.timeline import Segment, Timeline
 from trainer.data.bins import Bins
 from trainer.data.order import permute
@@ -82,13 +82,7 @@ class Loader:
         if timeline is not None:
             self._segments = timeline.segments
         for each in self._segments:
-            bins.check_length(each.length)
-            num_windows = bins.num_windows(each.length)
-            if num_windows < each.batch:
-                raise UserError(
-                    f"trainer.global_batch_size={each.batch}: {bins.path} has only "
-                    f"{counted(num_windows, 'sequence')} of {each.length} tokens: lower it, or give more text"
-                )
+            bins.check_length(each.length, each.batch)
         if not 0 <= seed < 1 << 63:
             raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
