@@ -93,7 +93,7 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     enough = fewest(config, plan, machine)
     if enough is None:
         return "choose a smaller model"
-    table = f"{script('scripts/plan_parallelism.py')} --gpus {enough}"
+    table = f"python {script('scripts/plan_parallelism.py')} --gpus {enough}"
     return f"{enough} such GPUs hold it ({table}), or choose a smaller model"
 
 

@@ -81,7 +81,7 @@ def test_a_microbatch_that_is_advised_divides_the_batch_of_each_phase() -> None:
 def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
     said = asked("gpu=h100", "trainer.global_batch_size=1", "trainer.microbatch_size=1")
     assert said is not None and said.startswith("model.num_layers=27: each process is forecast to take ")
-    enough = re.search(r"(\d+) such GPUs hold it \(scripts/plan_parallelism\.py --gpus (\d+)\)", said)
+    enough = re.search(r"(\d+) such GPUs hold it \(python scripts/plan_parallelism\.py --gpus (\d+)\)", said)
     assert enough is not None and enough[1] == enough[2]
     spread = f"parallel.shard={enough[1]}", "recompute=full", "trainer.microbatch_size=1"
     assert asked("gpu=h100", f"trainer.global_batch_size={enough[1]}", *spread, ranks=int(enough[1])) is None
