@@ -34,6 +34,7 @@ NEEDS_NODES = Dispatch.symmetric, Dispatch.two_hops
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in (*AXES, PER_RANK)), "parallel.stages")
 LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
 SEQUENCES, UNSAID_BATCH = 8, 16  # of a GPU and step if only configs/train.yaml sets the batch, and its value there
+SHORT = 128  # tokens of a sequence with which activations take little
 
 
 def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
@@ -64,7 +65,7 @@ def planned(
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
-        fix = f"measure it with {script('scripts/bench/step.py')}, and give --tflops"
+        fix = f"measure it with python {script('scripts/bench/step.py')}, and give --tflops"
         raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
@@ -105,10 +106,10 @@ def planned(
         enough = fewest(config, plan, machine)
         more = f"take more GPUs ({enough} would do)" if enough else "take GPUs with more (no number of these is enough)"
         free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
-        raise UserError(
-            f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}{more}, "
-            "or a shorter trainer.sequence_length"
-        )
+        short = replace(config, trainer=replace(config.trainer, sequence_length=SHORT))
+        helps = any(Search(short, plan, given, run).fastest_first(machine, batches(machine)))
+        shorter = ", or a shorter trainer.sequence_length" if helps else ""
+        raise UserError(f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}{more}{shorter}")
     first, lines = best[0], [table(best)]
     if first.degrees.pipeline > 1:
         lines.append(stages_line(_as_run(config, first), plan, first.degrees))

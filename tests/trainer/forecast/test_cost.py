@@ -406,7 +406,11 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
         (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
-        (["--gpus", "8", "--memory", "0.01"], "; take GPUs with more (no number of these is enough), or a shorter"),
+        (["--gpus", "8", "--memory", "0.01"], "; take GPUs with more (no number of these is enough)\n"),  # nor tokens
+        (
+            ["--gpus", "1", "--memory", "0.5", "trainer.sequence_length=65536", "model.max_position_embeddings=65536"],
+            "would do), or a shorter trainer.sequence_length",
+        ),
         (
             ["--gpus", "8", "model.num_heads=9", "model.num_layers=3", "trainer.global_batch_size=7"],
             "--gpus=8: no layout can train this; leave out trainer.global_batch_size=7",
