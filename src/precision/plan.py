@@ -294,9 +294,9 @@ class Plan:
         for part in op.split("."):
             cell = getattr(cell, part)
         if not isinstance(cell, Precision):
-            raise UserError(
-                f"precision.table.{op} has no value, and {name} needs one; set it to fp32, bf16, fp16 or fp8"
-            )
+            most = "fp32, bf16, fp16 or fp8" if op in FP8_OPS else "fp32 or bf16"
+            those = "fp32" if op in ("norm", *TRAINER_OPS) else most
+            raise UserError(f"precision.table.{op} has no value, and {name} needs one; set it to {those}")
         return cell
 
     def _decide(self, name: str, op: str) -> tuple[Precision, str]:

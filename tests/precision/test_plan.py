@@ -103,6 +103,7 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
     ("change", "message"),
     [
         (lambda c: setattr(c.table.attn, "q", None), r"precision\.table\.attn\.q has no value.*layers\.0\.attn\.q"),
+        (lambda c: setattr(c.table.moe, "router", None), r"moe\.router has no value.*; set it to fp32 or bf16$"),
         (lambda c: setattr(c.table.grad, "reduce", Precision.bf16), r"precision\.table\.grad\.reduce=bf16"),
         (lambda c: setattr(c.table, "residual", Precision.fp8), r"precision\.table\.residual=fp8"),
         (lambda c: setattr(c.table.moe, "router", Precision.fp8), r"precision\.table\.moe\.router=fp8"),
