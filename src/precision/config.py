@@ -242,12 +242,14 @@ class PrecisionConfig:
 def check_scaling(scaling: ScalingConfig) -> None:
     """Raise a UserError, with key, value and fix, for scaling that does not exist."""
     where = "precision.scaling"
+    needs_powers = scaling.granularity is Granularity.row and not scaling.power_of_two
     if scaling.method is Method.delayed and scaling.granularity is not Granularity.tensor:
+        also = f" with {where}.power_of_two=true" if needs_powers else ""
         raise UserError(
             f"{where}.granularity={scaling.granularity.value} with method=delayed: a history is kept per tensor only; "
-            f"set {where}.granularity=tensor or {where}.method=current"
+            f"set {where}.granularity=tensor or {where}.method=current{also}"
         )
-    if scaling.granularity is Granularity.row and not scaling.power_of_two:
+    if needs_powers:
         raise UserError(
             f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
             f"which is exact for powers of two only; set {where}.power_of_two=true"

@@ -154,6 +154,8 @@ def test_a_norm_is_in_fp32_alone(value: Precision, recipe: Recipe) -> None:
 def test_scaling_that_does_not_exist_is_refused(recipe: Recipe) -> None:
     with pytest.raises(ValueError, match=r"granularity=block with method=delayed"):
         resolve(recipe("fp8_delayed", scaling__granularity="block"))
+    with pytest.raises(ValueError, match=r"method=current with precision\.scaling\.power_of_two=true$"):
+        resolve(recipe("fp8_delayed", scaling__granularity="row"))
     with pytest.raises(ValueError, match=r"granularity=row with power_of_two=false"):
         resolve(recipe("fp8_jit", scaling__power_of_two=False))
     with pytest.raises(ValueError, match=r"first_blocks: 1 matches nothing .* FP8"):
