@@ -191,21 +191,22 @@ class ModelConfig:
     def _check_router(self) -> None:
         experts, groups, kept = self.num_experts, self.num_expert_groups, self.num_groups_per_token
         per_group = experts // groups
-        if self.num_experts_per_token > experts:
-            self._refuse("num_experts_per_token", f"only {counted(experts, 'expert')}", "set at most model.num_experts")
-        most = next(n for n in range(max(min(groups, experts // 2), 1), 0, -1) if experts % n == 0)
+        divisor = f"set a divisor of {experts}, at most {max(experts // 2, 1)}"
         if experts % groups:
-            self._refuse("num_expert_groups", f"no divisor of {counted(experts, 'expert')}", f"set {most}")
+            self._refuse("num_expert_groups", f"no divisor of {counted(experts, 'expert')}", divisor)
         if kept > groups:
             self._refuse(
                 "num_groups_per_token", f"only {counted(groups, 'group')}", "set at most model.num_expert_groups"
             )
+        if self.num_experts_per_token > experts:
+            why = f"only {counted(experts, 'expert')}"
+            self._refuse("num_experts_per_token", why, f"set at most {kept * per_group}")
         if self.num_experts_per_token > kept * per_group:
             why = f"a token has {counted(kept, 'group')} of {counted(per_group, 'expert')}"
             self._refuse("num_experts_per_token", why, "set fewer, or more model.num_groups_per_token")
         if groups > 1 and per_group < 2:
             why = f"a group is scored by its two best experts, and has {per_group}"
-            self._refuse("num_expert_groups", why, f"set {most}, or a smaller divisor of model.num_experts")
+            self._refuse("num_expert_groups", why, divisor)
         if self.router_scoring is RouterScoring.softmax:
             if groups > 1:
                 self._refuse("num_expert_groups", "softmax has no groups", "set 1, or model.router_scoring=sigmoid")

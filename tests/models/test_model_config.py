@@ -36,8 +36,12 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_experts_per_token": 9}, "num_experts_per_token=9: only 8 experts; set at most model.num_experts"),
-        ({"num_expert_groups": 3}, "num_expert_groups=3: no divisor of 8 experts; set 2"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token=9: only 8 experts; set at most 8"),
+        (
+            {"num_expert_groups": 4, "num_experts_per_token": 9},
+            "num_experts_per_token=9: only 8 experts; set at most 2",
+        ),
+        ({"num_expert_groups": 3}, "num_expert_groups=3: no divisor of 8 experts; set a divisor of 8, at most 4"),
         (
             {"num_expert_groups": 2, "num_groups_per_token": 3},
             "num_groups_per_token=3: only 2 groups; set at most",
@@ -49,10 +53,6 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         (
             {"num_expert_groups": 8, "num_experts_per_token": 1},
             "num_expert_groups=8: a group is scored by its two best",
-        ),
-        (
-            {"num_experts": 9, "num_expert_groups": 9, "num_experts_per_token": 1},
-            "num_expert_groups=9: a group is scored by its two best experts, and has 1; set 3, or a smaller divisor",
         ),
         ({**SOFTMAX, "num_expert_groups": 2}, "num_expert_groups=2: softmax has no groups; set 1, or model.router_sco"),
         ({**SOFTMAX, "router_bias_update_rate": 0.1}, "router_bias_update_rate=0.1: softmax has no bias"),
