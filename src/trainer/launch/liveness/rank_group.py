@@ -197,7 +197,7 @@ class RankGroup:
         """End the job, this process included, because main ended with `error`.
 
         message: to print instead of a traceback. of_all: all ranks have the error, as for a user's mistake, unless
-        rank 0 goes on: a file may be missing on one node alone.
+        rank 0 continues: a file may be missing on one node alone.
         """
         assert self._store is not None
         if self._announced is not None:
