@@ -29,7 +29,8 @@ _ELEMENTS = 8  # BF16 numbers in 16 bytes
 _INSTRUCTION = 32  # products that one FP8 matrix instruction adds (wgmma: k32)
 _FRACTION = 13  # bits after the leading bit of the largest addend
 _NUMBERS = 1 << 22  # products that the emulation holds at a time
-torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # else cuBLAS may round parts of a sum
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # else cuBLAS may round parts of a sum
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 

@@ -1,5 +1,6 @@
 """Kernels of traced operators are compiled elsewhere, for the very specialisations that are launched later."""
 
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,7 @@ assert not compiled[-1][1], "another specialisation is another kernel"
 
 
 def test_kernels_are_compiled_while_an_operator_is_traced(tmp_path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
