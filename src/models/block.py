@@ -45,7 +45,7 @@ class Block(nn.Module):
 
         self.attn_norm = norm("attn_norm")
         self.attn = attn
-        self.attn_probe = plan.amax_probe(f"{name}.attn")
+        self.attn_probe = AmaxProbe(f"{name}.attn")
         self.attn_post_norm = post_norm("attn_post_norm")
         self.ffn_norm = norm("ffn_norm")
         self.ffn_post_norm = post_norm("ffn_post_norm")
@@ -78,7 +78,7 @@ class DenseBlock(Block):
     ):
         super().__init__(plan, name, attn, hidden_size, eps, post_gain)
         self.ffn = ffn
-        self.ffn_probe = plan.amax_probe(f"{name}.ffn")  # last: arena rows are in the order of the forward pass
+        self.ffn_probe = AmaxProbe(f"{name}.ffn")  # last: arena rows are in the order of the forward pass
 
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
@@ -101,7 +101,7 @@ class MoEBlock(Block):
     ):
         super().__init__(plan, name, attn, hidden_size, eps, post_gain)
         self.moe = moe
-        self.ffn_probe = plan.amax_probe(f"{name}.moe")
+        self.ffn_probe = AmaxProbe(f"{name}.moe")
 
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None

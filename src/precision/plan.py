@@ -22,7 +22,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from precision.amax_probe import AmaxProbe
 from precision.backends.availability import te_scaling
 from precision.config import (
     Accumulation,
@@ -191,10 +190,6 @@ class Plan:
         decided_by = self.tensors[name].decided_by
         self.cores[name] = CoreRow(name, num_heads, qk_head_dim, v_head_dim, static, recipe, decided_by)
         return self.cores[name]
-
-    def amax_probe(self, name: str) -> AmaxProbe:
-        """Return a module that records the amax of its input, forward and backward. See `amax_probe`."""
-        return AmaxProbe(name)
 
     def finish(self) -> None:
         """Check the complete plan. UserError for a rule that matched nothing."""

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from precision import (
+    AmaxProbe,
     Feed,
     GroupedLinear,
     Linear,
@@ -39,7 +40,7 @@ class MoeBlock(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.feeds = Feed(self.shared_up, self.up, tensor=True), Feed(self.shared_down), Feed(self.down)
         self.up_feed = Feed(self.up)
-        self.probe = plan.amax_probe(f"{name}.moe")
+        self.probe = AmaxProbe(f"{name}.moe")
 
     def forward(self, x: Tensor, index: Tensor, inverse: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
         normed = rms_norm(x, self.gain, 1e-6, self.feeds[0])
