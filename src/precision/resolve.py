@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_kernels, wrong_products
+from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_kernels
 from precision.config import Accumulation, BackendChoice, Granularity, Precision, PrecisionConfig
 from precision.errors import UserError
 from precision.formats import BF16, Format
@@ -267,13 +267,13 @@ class Resolver:
 
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Return the backend that serves the row if `backend` is preferred."""
-        problem = None
+        op, problem = EXPERTS if gemm.is_grouped else GEMMS, None
         if backend == CUDA and not gemm.is_core:  # `choose_core` has asked for its kernels
-            problem = wrong_products(gemm.is_grouped) or (_narrow_rows(gemm) if gemm.is_grouped else None)
+            problem = wrong_kernels(op) or (_narrow_rows(gemm) if gemm.is_grouped else None)
         if problem is not None:
             if self._config.backend is not BackendChoice.auto:
                 raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
-            self.note(f"{EXPERTS if gemm.is_grouped else GEMMS} are served by reference instead of cuda: {problem}")
+            self.note(f"{op} are served by reference instead of cuda: {problem}")
             return REFERENCE
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 

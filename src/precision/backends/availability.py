@@ -20,9 +20,9 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from precision.config import Fp8Format, Granularity, Method, ScalingConfig
+from precision.config import Granularity, Method, ScalingConfig
 from precision.hardware import KNOWS_FP8, Gpu
-from precision.proof import CASTS, EXPERTS, GEMMS, refused
+from precision.proof import CASTS, refused
 
 HOPPER = (9, 0)
 TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
@@ -35,11 +35,6 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
     if gpu.capability != HOPPER:
         return f"it needs a Hopper GPU (sm_90); {gpu.name} is {gpu.sm}"
     return wrong_kernels(CASTS)
-
-
-def wrong_products(grouped: bool) -> str | None:
-    """Return why the `cuda` backend cannot run GEMMs of a linear, or (grouped) of experts."""
-    return wrong_kernels(EXPERTS if grouped else GEMMS)
 
 
 def wrong_kernels(op: str) -> str | None:
@@ -94,8 +89,6 @@ def te_refusal(scaling: ScalingConfig) -> str | None:
         return f"Transformer Engine keeps no {where}.margin={scaling.margin} with method=current; set 0"
     if scaling.granularity is Granularity.block and not scaling.power_of_two:
         return f"Transformer Engine's blocks have power-of-two scales; set {where}.power_of_two=true"
-    if scaling.forward is not Fp8Format.e4m3:
-        return f"Transformer Engine has no {where}.forward={scaling.forward.value}; set e4m3"
     return None
 
 
