@@ -223,8 +223,8 @@ class Resolver:
             return None  # its kernels were wrong then: they may be right now
         if self._served(row["backend"], gemm) != row["backend"]:
             return None
-        if row.get("accumulation", Accumulation.fast.value) != gemm.accumulation.value:
-            return None  # other rates apply (a run without the key summed fast)
+        if row.get("accumulation") != gemm.accumulation.value:
+            return None  # other rates apply
         precision, why = Precision(row["precision"]), row["why"]
         if precision is not Precision.fp8 and not str(why).startswith(NEVER_SLOWER):
             return None  # the table was different then

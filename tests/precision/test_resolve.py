@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from precision.backends import availability
-from precision.config import Accumulation, BackendChoice, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.config import BackendChoice, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
 from precision.errors import UserError
 from precision.formats import BF16, FP32
 from precision.hardware import Gpu, detect
@@ -204,18 +204,6 @@ def test_a_resumed_run_keeps_its_backends() -> None:
     assert not later.notes
     other = Gemm("layers.1.attn.o", 2048, 2048, 1, 16384, BF16)
     assert later.choose(other, Precision.fp8).precision is Precision.fp8  # a row that was not there
-
-
-@pytest.mark.parametrize("sums", Accumulation)
-def test_a_choice_of_before_sums_had_a_key_holds_for_fast_ones_alone(sums: Accumulation) -> None:
-    config, fast = settings(never_slower=True), dataclasses.replace(GEMM, accumulation=Accumulation.fast)
-    first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
-    slow, saved = first.choose(fast, Precision.fp8), first.state()
-    del saved["rows"][GEMM.name]["accumulation"]
-    later = Resolver(config, H200, saved=saved, rates=rates(bf16=2.0, cuda=1.0))
-    found = later.choose(dataclasses.replace(GEMM, accumulation=sums), Precision.fp8)
-    assert found == (slow if sums is Accumulation.fast else Choice(Precision.fp8, "cuda"))
-    assert slow.precision is Precision.bf16
 
 
 def test_a_run_resumed_elsewhere_or_in_another_precision_chooses_again() -> None:
