@@ -26,6 +26,7 @@ only where they are known). The first of equals wins.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -110,6 +111,7 @@ class RateTable:
         return min(same, key=lambda entry: entry.distance(shape, rows), default=None)
 
 
+@cache
 def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
     """Return the table of a GPU by its name, without entries if it was not measured. UserError for an invalid file."""
     for path in sorted(folder.glob("*.yaml")):
