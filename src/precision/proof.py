@@ -101,7 +101,9 @@ def prove(gpu: Gpu, folder: Path | None = None, say: Callable[[str], object] | N
             if (proof := _read(file, here)) is None:
                 if say is not None:
                     say(f"checking the kernels, once with {here}: about 20 seconds")
-                proof = _keep(_run(here), file)
+                proof = _run(here)
+                if not proof.unproved:  # an incomplete result is tried again at the next start
+                    file.write_text(json.dumps(asdict(proof), indent=1) + "\n")
     except OSError as error:  # FileLock's timeout is one
         proof = Proof(here, unproved=f"the self-test was not run: {error}")
     return _apply(proof)
@@ -152,16 +154,6 @@ def _read(file: Path, here: Combination) -> Proof | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not in the format written
         return None
     return proof if proof.combination == here else None
-
-
-def _keep(proof: Proof, file: Path) -> Proof:
-    """Save a complete result; an incomplete one is tried again at the next start."""
-    if not proof.unproved:
-        descriptor, new = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        with os.fdopen(descriptor, "w") as written:
-            written.write(json.dumps(asdict(proof), indent=1) + "\n")
-        os.replace(new, file)
-    return proof
 
 
 def _run(here: Combination) -> Proof:

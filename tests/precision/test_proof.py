@@ -231,7 +231,7 @@ def test_a_process_that_dies_or_hangs_leaves_the_other_checks_to_others(
     checks = [Check(op, run, ()) for op, run in (("a", hangs), ("b", dies), ("c", fine), ("d", differs), ("e", fine))]
     monkeypatch.setattr(selftest, "CHECKS", checks)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(sys, "argv", ["selftest", "--processes=3", "--patience=5", "--verbose"])
+    monkeypatch.setattr(sys, "argv", ["selftest", "--processes=3", "--patience=3", "--verbose"])
     assert selftest.main() == 0
     *lines, result = map(json.loads, capsys.readouterr().out.splitlines())
     wrong = {"a": "hangs ended the process: signal 9", "b": "dies ended the process: exit code 7", "d": "it differs"}
