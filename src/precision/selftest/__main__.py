@@ -59,7 +59,7 @@ def main() -> int:
     if wrong:  # checks that no process is left to run
         for check in untaken:
             if check.is_for(torch.device("cuda", 0)):
-                wrong.setdefault(check.op, f"{check.run.__name__} was not run: {unproved}")
+                wrong.setdefault(check.op, f"{check.name} was not run: {unproved}")
     print(json.dumps({"wrong": wrong, "unproved": unproved}))
     return 0
 
@@ -76,7 +76,7 @@ def _work(checks: Iterator[Check], file: Path) -> None:
 
 def run(check: Check, device: torch.device) -> bool:
     """Run one check; return whether the GPU is still usable: a kernel that raises may have left it unusable."""
-    head = {"op": check.op, "check": check.run.__name__}
+    head = {"op": check.op, "check": check.name}
     print(json.dumps(head), flush=True)
     began, outcome, usable = time.perf_counter(), {"failure": None}, True
     try:
@@ -88,7 +88,7 @@ def run(check: Check, device: torch.device) -> bool:
         # the driver's error is not a torch.OutOfMemoryError; in compute mode EXCLUSIVE_PROCESS a GPU is busy for others
         full = isinstance(error, torch.OutOfMemoryError)
         unproved = full or any(words in said for words in ("out of memory", "busy or unavailable"))
-        outcome = {"unproved": said} if unproved else {"failure": f"{check.run.__name__} raises {said}"}
+        outcome = {"unproved": said} if unproved else {"failure": f"{check.name} raises {said}"}
     print(json.dumps({**head, **outcome, "seconds": round(time.perf_counter() - began, 2)}), flush=True)
     return usable
 

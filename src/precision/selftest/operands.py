@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.formats import E4M3, E5M2, saturating_cast
+from precision.formats import E4M3, E5M2, read_back, saturating_cast
 from precision.fused import swiglu_from_fp8, swiglu_to_fp8
 from precision.kernels import cast, const, norm, swiglu
 from precision.kernels.common import Cast
-from precision.kernels.route import Route, gather
+from precision.kernels.route import Route, gather, route
 from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 from precision.kernels.weights import cast_weight, transpose_weight
 from precision.selftest.twins import (
@@ -23,7 +23,6 @@ from precision.selftest.twins import (
     cast_in_tiles,
     experts_rows,
     near,
-    numbers_of,
     same,
 )
 
@@ -37,6 +36,7 @@ FORWARD = {
 """Casts of activations in the recipes, by mode: delayed, per row, per block."""
 GRAD = {TENSOR: Cast(E5M2, TENSOR, True, 0, False), ROW: Cast(E5M2, ROW, False, 0, True), BLOCK: FORWARD[BLOCK]}
 SHAPES = (1, 16), (37, 144)
+T, K, E = 40, 2, 3
 
 
 def values(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,6 +54,15 @@ def plain(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16
 def zeros(device: torch.device, *shape: int) -> Tensor:
     """Return FP32 zeros."""
     return torch.zeros(shape, device=device)
+
+
+def routed(device: torch.device) -> tuple[Route, Tensor, Tensor]:
+    """Return a route in which the second expert has no row, the choices [T, K] and their weights."""
+    generator = torch.Generator().manual_seed(T)
+    first = torch.randint(0, 2, (T,), generator=generator) * (E - 1)
+    expert = torch.stack([first, E - 1 - first], 1).to(device)
+    weight = torch.rand(T, K, generator=generator).to(device)
+    return route(expert, weight, E, 128), expert, weight
 
 
 def casts_of(device: torch.device) -> Iterator[tuple[Cast, Tensor, Tensor]]:
@@ -75,7 +84,7 @@ def casts(device: torch.device) -> None:
         for transposed in (False, True):
             data, inv, data_t, inv_t = cast.cast(x, scale, amax, how, transposed)
             same(data, want, f"cast, {where}")
-            same(numbers_of(data, inv, how.mode), want.float() * want_inv, f"scales of a cast, {where}")
+            same(read_back(data, inv), want.float() * want_inv, f"scales of a cast, {where}")
         same(amax, x.abs().max(), f"amax, {where}")
         assert data_t is not None and inv_t is not None
         if how.mode == TENSOR:
@@ -84,7 +93,7 @@ def casts(device: torch.device) -> None:
             columns = saturating_cast(want.float() * want_inv, want_inv.amax().reciprocal(), how.fmt)
         else:
             columns, columns_inv = cast_in_tiles(x, how, 128, 1)
-            same(numbers_of(data_t.t(), inv_t, BLOCK, 0)[:R], columns.float() * columns_inv, f"column scales, {where}")
+            same(read_back(data_t.t(), inv_t)[:R], columns.float() * columns_inv, f"column scales, {where}")
         same(data_t[:, :R].t(), columns, f"transposed copy, {where}")
         same(data_t[:, R:], torch.zeros_like(data_t[:, R:]), f"padding of the transposed copy, {where}")
         if how.mode == BLOCK:
@@ -135,7 +144,7 @@ def norms(device: torch.device) -> None:
             near(y, exact.detach(), BF16_ROUNDING, where)
             if how is not None:
                 want, want_inv, _, _ = cast.cast(y, zeros(device), zeros(device), how)
-                same(numbers_of(data, inv, mode), numbers_of(want, want_inv, mode), f"FP8 of a {where}")
+                same(read_back(data, inv), read_back(want, want_inv), f"FP8 of a {where}")
                 same(amax, y.abs().max(), f"amax of a {where}")
         dx, dgain = norm.rms_norm_backward(dy, x, gain, rstd)
         assert wide[0].grad is not None and wide[1].grad is not None
@@ -143,8 +152,9 @@ def norms(device: torch.device) -> None:
         near(dgain, wide[1].grad, FP32_SUM, f"gradient of a norm's gain, {(R, C)}")
 
 
-def activations(device: torch.device, to: Route | None = None) -> None:
-    """Check SwiGLU, forward and backward, in BF16 and with every kind of scale, on plain rows or on the experts'."""
+def activations(device: torch.device, kind: str) -> None:
+    """Check SwiGLU, forward and backward, in BF16 and with every kind of scale, on plain `rows` or `experts`'."""
+    to = routed(device)[0] if kind == "experts" else None
     R, width = 37 if to is None else len(to.token), 80
     weight, ends = (None, None) if to is None else (to.weight, to.ends)
     live = slice(0, R if to is None else int(to.ends[-1]))
@@ -156,9 +166,9 @@ def activations(device: torch.device, to: Route | None = None) -> None:
     exact.backward(dh.double())
     assert wide.grad is not None and factor.grad is not None
     for mode in (0, *MODES):
-        how, back, where = FORWARD.get(mode), GRAD.get(mode), f"SwiGLU, mode {mode}, {'experts' if to else 'rows'}"
+        how, back, where = FORWARD.get(mode), GRAD.get(mode), f"SwiGLU, mode {mode}, {kind}"
         h, h_inv, _, _ = swiglu.swiglu(y, weight, ends, zeros(device), amax := zeros(device), how)
-        got = h[live] if how is None else numbers_of(h[live], h_inv[0] if mode == TENSOR else h_inv[live], mode)
+        got = h[live] if how is None else read_back(h[live], h_inv[0] if mode == TENSOR else h_inv[live])
         near(got, exact.detach()[live], FP8_ROUNDING["e4m3"] if how else BF16_ROUNDING, where)
         if how is not None:
             near(amax, exact.detach()[live].abs().max(), BF16_ROUNDING, f"amax of {where}")
@@ -170,11 +180,11 @@ def activations(device: torch.device, to: Route | None = None) -> None:
             )
             same(dt[:, live].t(), d[live], f"transposed gradient of {where}")
             same(ht[:, live].t(), h[live], f"transposed copy of {where}")
-            got, rounding = numbers_of(d[live], inv, mode), FP8_ROUNDING["e5m2"]
+            got, rounding = read_back(d[live], inv), FP8_ROUNDING["e5m2"]
         elif mode == ROW:
             d, again, inv, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, h_inv, d_amax, back, how)
             same(again[live], h[live], f"{where} in the backward pass")
-            got, rounding = numbers_of(d[live], inv[live], mode), FP8_ROUNDING["e5m2"]
+            got, rounding = read_back(d[live], inv[live]), FP8_ROUNDING["e5m2"]
         else:
             d, again, _, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, None, d_amax, None, None)
             near(again[live], exact.detach()[live], BF16_ROUNDING, f"{where} in the backward pass")
@@ -184,12 +194,14 @@ def activations(device: torch.device, to: Route | None = None) -> None:
             near(dw.sum(0)[live], factor.grad[live], FP32_SUM, f"gradient of the router's weights, {where}")
 
 
-def activations_in_blocks(device: torch.device, to: Route | None = None) -> None:
-    """Check SwiGLU's backward pass in one launch against BF16 and casts in passes of their own."""
+def activations_in_blocks(device: torch.device, kind: str) -> None:
+    """Check SwiGLU's backward pass in one launch against BF16 and casts in passes of their own; kind: see
+    `activations`."""
+    to = routed(device)[0] if kind == "experts" else None
     R, width = 37 if to is None else len(to.token), 128
     weight, ends = (None, None) if to is None else (to.weight, to.ends)
     live = slice(0, R if to is None else int(to.ends[-1]))
-    y, dh, where = plain(device, R, 2 * width), plain(device, R, width), "rows" if to is None else "experts"
+    y, dh = plain(device, R, 2 * width), plain(device, R, width)
     exact, h, _, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, None, zeros(device), None, None)
     d, inv, dt, inv_t = cast.cast_blocks(exact, want := zeros(device), GRAD[BLOCK], True, True, ends=ends)
     _, _, ht, inv_ht = cast.cast_blocks(h, zeros(device), FORWARD[BLOCK], False, True, again=True, ends=ends)
@@ -202,8 +214,8 @@ def activations_in_blocks(device: torch.device, to: Route | None = None) -> None
         (d[live], inv[live], dt[:, live], inv_t[:tiles], ht[:, live], inv_ht[:tiles], want),
         strict=True,
     ):
-        same(one, other, f"{what} of SwiGLU in blocks, {where}")
-    near(ours[6].sum(0)[live], dw.sum(0)[live], FP32_SUM, f"gradient of the router's weights, {where}")
+        same(one, other, f"{what} of SwiGLU in blocks, {kind}")
+    near(ours[6].sum(0)[live], dw.sum(0)[live], FP32_SUM, f"gradient of the router's weights, {kind}")
 
 
 def saved_activations(device: torch.device) -> None:
@@ -229,28 +241,28 @@ def saved_activations(device: torch.device) -> None:
             d, _, d_inv, _ = swiglu.swiglu_backward_rows(*given, h_inv, zeros(device), back, how, y_inv)
         else:
             d, d_inv, *_ = swiglu_backward_blocks(*given, zeros(device), back, how, y_inv)
-        near(numbers_of(d, d_inv, mode), wide.grad, FP8_ROUNDING[back.fmt.name], f"gradient of {where}")
+        near(read_back(d, d_inv), wide.grad, FP8_ROUNDING[back.fmt.name], f"gradient of {where}")
 
 
-def experts_casts(device: torch.device, to: Route) -> None:
+def experts_casts(device: torch.device) -> None:
     """Check rows of tokens in the experts' order: gathered with their scales, transposed or cast during the gather."""
-    T = len(to.position)
+    to, _, _ = routed(device)
     for mode in MODES:
         x, how, where = plain(device, T, 144), FORWARD[mode], f"rows of experts, mode {mode}"
         data, inv, _, _ = cast.cast(x, zeros(device), zeros(device), how)
         rows, inv_rows = gather(data, inv, to, how)
         again, inv_again, data_t, inv_t = cast.gather_transposed(data, inv, to.token, to.ends, how, rows=True)
         assert again is not None and inv_rows is not None and inv_again is not None
-        read, coarsest = numbers_of(data, inv, mode), inv.amax()
+        read, coarsest = read_back(data, inv), inv.amax()
         for part in experts_rows(to):
             token = to.token[part].long()
             want = torch.where(token[:, None] >= 0, read[token.clamp_min(0)], 0.0)
             for ours, scales in ((rows, inv_rows), (again, inv_again)):
-                same(numbers_of(ours[part], scales[part] if scales.dim() else scales, mode), want, where)
+                same(read_back(ours[part], scales[part] if scales.dim() else scales), want, where)
             if mode == BLOCK:
                 columns, columns_inv = cast_in_tiles(want, how, 128, 1)
                 tiles = slice(part.start // 128, part.stop // 128)
-                same(numbers_of(data_t.t()[part], inv_t[tiles], mode, 0), columns.float() * columns_inv, where)
+                same(read_back(data_t.t()[part], inv_t[tiles]), columns.float() * columns_inv, where)
             else:
                 columns = rows[part] if mode == TENSOR else saturating_cast(want, coarsest.reciprocal(), how.fmt)
                 same(data_t.t()[part], columns, f"transposed {where}")

@@ -46,23 +46,6 @@ def losses(device: torch.device) -> None:
             near(ours, theirs, rounding, f"gradient of {where}")
 
 
-def attention_mla(device: torch.device) -> None:
-    """Check attention within documents with MLA's head sizes."""
-    _attention_forward(_AttentionCase(device, 150, 192, 128))
-
-
-def attention_mla_backward(device: torch.device) -> None:
-    """Check its gradients."""
-    _attention_backward(_AttentionCase(device, 150, 192, 128))
-
-
-def attention_small(device: torch.device) -> None:
-    """Check both with head sizes that are not powers of two."""
-    case = _AttentionCase(device, 77, 24, 16)
-    _attention_forward(case)
-    _attention_backward(case)
-
-
 class _AttentionCase:
     """Operands; and in float64 the result, its log-sum-exp to base 2, and the gradients of q, k and v."""
 
@@ -83,37 +66,22 @@ class _AttentionCase:
         self.where = f"of attention, {(S, D, V)}"
 
 
-def _attention_forward(case: _AttentionCase) -> None:
+def attention_forward(device: torch.device, S: int, D: int, V: int) -> None:
+    """Check attention within documents: its result."""
+    case = _AttentionCase(device, S, D, V)
     out, lse = document_attention.forward(case.q, case.k, case.v, case.bounds, case.scale)
     near(out, case.out, 8 * BF16_ROUNDING, f"result {case.where}")
     near(lse, case.lse, BF16_ROUNDING, f"log-sum-exp {case.where}")
 
 
-def _attention_backward(case: _AttentionCase) -> None:
-    """Check the gradients. A score's gradient is a difference (`ds`); its parts, one of them from the rounded result,
+def attention_backward(device: torch.device, S: int, D: int, V: int) -> None:
+    """Check its gradients. A score's gradient is a difference (`ds`); its parts, one of them from the rounded result,
     are several times as large."""
+    case = _AttentionCase(device, S, D, V)
     out, lse = case.out.to(case.q.dtype), case.lse.float()
     grads = document_attention.backward(case.probe, case.q, case.k, case.v, case.bounds, out, lse, case.scale)
     for name, ours, exact in zip("qkv", grads, case.gradients, strict=True):
         near(ours, exact, 8 * BF16_ROUNDING, f"gradient of {name} {case.where}")
-
-
-def attention_in_fp8(device: torch.device) -> None:
-    """Check attention with FP8 products, with MLA's head sizes."""
-    _Fp8Case(device, 150, 192, 128).forward(False)
-
-
-def attention_in_fp8_backward(device: torch.device) -> None:
-    """Check its gradients."""
-    _Fp8Case(device, 150, 192, 128).backward(False, 100.0)
-
-
-def attention_in_fp8_small(device: torch.device) -> None:
-    """Check both with other head sizes, with both kinds of sums, with and without a known scale of dS."""
-    case = _Fp8Case(device, 77, 48, 32)
-    for fast, known in ((False, 0.0), (True, 100.0)):
-        case.forward(fast)
-        case.backward(fast, known)
 
 
 class _Fp8Case:
@@ -127,23 +95,25 @@ class _Fp8Case:
         self.bounds, self.scale, self.where = case.bounds, case.scale, f"{case.where} in FP8"
         self.out, self.lse = reference.forward(*self.operands, self.bounds, self.scale)
 
-    def forward(self, fast: bool) -> None:
-        """Compare result and log-sum-exp."""
-        out, lse = fp8_attention.forward(*self.operands, self.bounds, self.scale, fast)
-        near(out, self.out, FP8_ROUNDING["e4m3"], f"result {self.where}")
-        near(lse, self.lse, BF16_ROUNDING, f"log-sum-exp {self.where}")
 
-    def backward(self, fast: bool, known: float) -> None:
-        """Compare gradients and the amax of dS. known: its scale; 0: that of its own amax."""
-        device = self.out.device
-        amaxes, scale = torch.zeros(2, device=device), torch.tensor(known, device=device)
-        given = *self.dout, *self.operands, self.bounds, self.out, self.lse, scale
-        how = fp8_attention.cast_of_scores(E5M2, True, 0, False)
-        *grads, _ = fp8_attention.backward(*given, amaxes[0], how, self.scale, fast)
-        theirs = reference.backward(*given, amaxes[1], E5M2, True, 0, False, self.scale)
-        for name, ours, want in zip("qkv", grads, theirs, strict=True):
-            near(ours, want, FP8_ROUNDING["e4m3"], f"gradient of {name} {self.where}")
-        near(amaxes[0], amaxes[1], BF16_ROUNDING, f"amax of dS {self.where}")
+def attention_in_fp8_forward(device: torch.device, S: int, D: int, V: int, sums: str) -> None:
+    """Check attention with FP8 products: its result. sums: fp32 or fast."""
+    case = _Fp8Case(device, S, D, V)
+    out, lse = fp8_attention.forward(*case.operands, case.bounds, case.scale, sums == "fast")
+    near(out, case.out, FP8_ROUNDING["e4m3"], f"result {case.where}")
+    near(lse, case.lse, BF16_ROUNDING, f"log-sum-exp {case.where}")
+
+
+def attention_in_fp8_backward(device: torch.device, S: int, D: int, V: int, sums: str, known: float) -> None:
+    """Check its gradients and the amax of dS. known: the scale of dS; 0: that of its own amax."""
+    case, amaxes = _Fp8Case(device, S, D, V), torch.zeros(2, device=device)
+    given = *case.dout, *case.operands, case.bounds, case.out, case.lse, torch.tensor(known, device=device)
+    how = fp8_attention.cast_of_scores(E5M2, True, 0, False)
+    *grads, _ = fp8_attention.backward(*given, amaxes[0], how, case.scale, sums == "fast")
+    theirs = reference.backward(*given, amaxes[1], E5M2, True, 0, False, case.scale)
+    for name, ours, want in zip("qkv", grads, theirs, strict=True):
+        near(ours, want, FP8_ROUNDING["e4m3"], f"gradient of {name} {case.where}")
+    near(amaxes[0], amaxes[1], BF16_ROUNDING, f"amax of dS {case.where}")
 
 
 def _in_fp8(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,29 +5,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from precision.formats import read_back
 from precision.hardware import knows_fp8
 from precision.kernels import cast, grouped_gemm
 from precision.kernels.peers import push, take
 from precision.kernels.read_back import read_back_bf16
-from precision.kernels.route import Route, combine, gather, route
+from precision.kernels.route import Route, combine, gather
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
-from precision.selftest import operands
-from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, ROW, TENSOR, plain, zeros
-from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_rows, near, numbers_of, same
+from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, ROW, TENSOR, E, K, T, plain, routed, zeros
+from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_rows, near, same
 
-T, K, E = 40, 2, 3
 SUM = 2.0**-10
 """Error bound of FP8 products: sums here are short, and the tensor cores keep 13 bits of each."""
-
-
-def routed(device: torch.device, align: int = 128) -> tuple[Route, Tensor, Tensor]:
-    """Return a route in which the second expert has no row, the choices [T, K] and their weights."""
-    generator = torch.Generator().manual_seed(T)
-    first = torch.randint(0, 2, (T,), generator=generator) * (E - 1)
-    expert = torch.stack([first, E - 1 - first], 1).to(device)
-    weight = torch.rand(T, K, generator=generator).to(device)
-    return route(expert, weight, E, align), expert, weight
 
 
 def routes(device: torch.device) -> None:
@@ -72,43 +62,7 @@ def peers(device: torch.device) -> None:
         return
     data = plain(device, 5, 272).to(torch.float8_e5m2)
     for inv in (torch.tensor(0.3, device=device), plain(device, 3, 5, dtype=torch.float32).t()):
-        spread = inv if inv.dim() == 0 else inv.repeat_interleave(128, 1)[:, :272]
-        same(read_back_bf16(data, inv), (data.float() * spread).bfloat16(), "FP8 gradients read back")
-
-
-def experts_activations(device: torch.device) -> None:
-    """Check SwiGLU over experts' rows."""
-    operands.activations(device, routed(device)[0])
-
-
-def experts_activations_in_blocks(device: torch.device) -> None:
-    """Check SwiGLU's backward pass in one launch over experts' rows."""
-    operands.activations_in_blocks(device, routed(device)[0])
-
-
-def experts_casts(device: torch.device) -> None:
-    """Check casts of experts' rows."""
-    operands.experts_casts(device, routed(device)[0])
-
-
-def experts_products_tensor(device: torch.device) -> None:
-    """Check products and weight gradients of the experts, one scale per tensor."""
-    _experts_in_fp8(device, TENSOR)
-
-
-def experts_products_fast(device: torch.device) -> None:
-    """Check the same, summed by the tensor cores."""
-    _experts_in_fp8(device, TENSOR, fast=True)
-
-
-def experts_products_row(device: torch.device) -> None:
-    """Check the same, one scale per row."""
-    _experts_in_fp8(device, ROW)
-
-
-def experts_products_block(device: torch.device) -> None:
-    """Check the same, one scale per block."""
-    _experts_in_fp8(device, BLOCK)
+        same(read_back_bf16(data, inv), read_back(data, inv).bfloat16(), "FP8 gradients read back")
 
 
 def _experts_operands(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Route]]:
@@ -121,27 +75,23 @@ def _experts_operands(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Te
         yield x, dy, plain(device, E, outer, inner, dtype=torch.float32), to
 
 
-def _experts_in_fp8(device: torch.device, mode: int, fast: bool = False) -> None:
+def experts_products(device: torch.device, scales: str, sums: str = "fp32") -> None:
+    """Check products and weight gradients of the experts in FP8. sums: fp32, or fast: by the tensor cores alone."""
+    mode, fast = {"tensor": TENSOR, "row": ROW, "block": BLOCK}[scales], sums == "fast"
     for x, dy, w, to in _experts_operands(device):
-        _compare_in_fp8(x, dy, w, mode, to, fast)
-
-
-def _compare_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast: bool) -> None:
-    device, where = x.device, f"mode {mode}{', fast' * fast}, {w.shape[2]} -> {w.shape[1]}"
-    x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
-    _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
-    assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
-    w8, w_inv, _, _ = cast_weight(w, zeros(device, E), zeros(device, E), FORWARD[mode], None)
-    y = grouped_gemm.nt(x8, x_inv, w8, w_inv, mode, to, fast)
-    dw = grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, to, torch.float32, fast)
-    x_read = numbers_of(x8, x_inv, mode)
-    spread = w_inv.view(E, 1, 1) if w_inv.dim() == 1 else w_inv
-    w_read = numbers_of(w8, spread.repeat_interleave(128, 1)[:, : w.shape[1]] if mode == BLOCK else spread, mode, 2)
-    x_columns, dy_columns = (numbers_of(t.t(), i, mode, 0) for t, i in ((x_t, x_t_inv), (dy_t, dy_t_inv)))
-    for e, part in enumerate(experts_rows(to)):
-        near(y[part], x_read[part].double() @ w_read[e].double().t(), BF16_ROUNDING, f"product of expert {e}, {where}")
-        want = dy_columns[part].double().t() @ x_columns[part].double()
-        near(dw[e], want, SUM, f"weight gradient of expert {e}, {where}")
+        x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
+        _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
+        assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
+        w8, w_inv, _, _ = cast_weight(w, zeros(device, E), zeros(device, E), FORWARD[mode], None)
+        y = grouped_gemm.nt(x8, x_inv, w8, w_inv, mode, to, fast)
+        dw = grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, to, torch.float32, fast)
+        x_read = read_back(x8, x_inv)
+        w_read = read_back(w8, w_inv.view(E, 1, 1) if mode == TENSOR else w_inv)
+        x_columns, dy_columns = (read_back(t.t(), i) for t, i in ((x_t, x_t_inv), (dy_t, dy_t_inv)))
+        for e, part in enumerate(experts_rows(to)):
+            where = f"of expert {e}, {scales}, {sums}, {w.shape[2]} -> {w.shape[1]}"
+            near(y[part], x_read[part].double() @ w_read[e].double().t(), BF16_ROUNDING, f"product {where}")
+            near(dw[e], dy_columns[part].double().t() @ x_columns[part].double(), SUM, f"weight gradient {where}")
 
 
 def experts_products_bf16(device: torch.device) -> None:
@@ -169,9 +119,8 @@ def products(device: torch.device) -> None:
             assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
             w8, w_inv, _, _ = cast_weight(w, zeros(device), zeros(device), FORWARD[mode], None)
             y = scaled_nt(x8, x_inv, w8, w_inv, mode, torch.bfloat16)
-            spread = w_inv.repeat_interleave(128, 0)[:outer] if mode == BLOCK else w_inv
-            want = numbers_of(x8, x_inv, mode).double() @ numbers_of(w8, spread, mode).double().t()
+            want = read_back(x8, x_inv).double() @ read_back(w8, w_inv).double().t()
             near(y, want, BF16_ROUNDING, f"product, mode {mode}, {(R, inner, outer)}")
             dw = scaled_wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, torch.float32)
-            left, right = (numbers_of(t.t(), i, mode, 0).double() for t, i in ((dy_t, dy_t_inv), (x_t, x_t_inv)))
+            left, right = (read_back(t.t(), i).double() for t, i in ((dy_t, dy_t_inv), (x_t, x_t_inv)))
             near(dw, left.t() @ right, SUM, f"weight gradient, mode {mode}, {(R, inner, outer)}")

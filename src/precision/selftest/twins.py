@@ -58,13 +58,6 @@ def cast_in_tiles(x: Tensor, how: Cast, rows: int, columns: int, scale: Tensor |
     return saturating_cast(x, one, how.fmt), one.reciprocal()
 
 
-def numbers_of(data: Tensor, inv: Tensor, mode: int, along: int = 1) -> Tensor:
-    """Return the values of FP8 data; scales of blocks (mode 3) repeat 128 times along a dimension."""
-    if mode == 3:
-        inv = inv.repeat_interleave(128, along).narrow(along, 0, data.shape[along])
-    return data.float() * inv
-
-
 def experts_rows(to: Route) -> list[slice]:
     """Return the rows of each expert, padding included."""
     return [slice(a, b) for a, b in zip(to.starts.tolist(), to.ends.tolist(), strict=True)]

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision.formats import E4M3, E5M2, Format, saturating_cast
+from precision.formats import E4M3, E5M2, Format, read_back, saturating_cast
 from precision.scaling import scale_from_amax
 
 kernels = pytest.importorskip("precision.kernels.cast", reason="Triton is missing")
 from precision.kernels.common import Cast  # noqa: E402
 from precision.kernels.weights import cast_weight, transpose_weight  # noqa: E402
-from precision.selftest.twins import TILES, WEIGHT_TILES, cast_in_tiles, numbers_of, same  # noqa: E402
+from precision.selftest.twins import TILES, WEIGHT_TILES, cast_in_tiles, same  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR, ROW, BLOCK = 1, 2, 3
@@ -32,7 +32,7 @@ def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> Non
     for transposed in (False, True):
         data, inv, data_t, inv_t = kernels.cast(x, row, amax, how, transposed)
         same(data, want, f"rows, transposed={transposed}")
-        torch.testing.assert_close(numbers_of(data, inv, mode, 1), want.float() * want_inv, rtol=0, atol=0)
+        torch.testing.assert_close(read_back(data, inv), want.float() * want_inv, rtol=0, atol=0)
     assert amax == x.abs().max()
     assert data_t is not None and inv_t is not None
     if mode == TENSOR:
@@ -43,9 +43,7 @@ def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> Non
     else:
         columns, columns_inv = cast_in_tiles(x, how, 128, 1)
         same(data_t[:, :R].t(), columns, "columns")
-        torch.testing.assert_close(
-            numbers_of(data_t.t(), inv_t, mode, 0)[:R], columns.float() * columns_inv, rtol=0, atol=0
-        )
+        torch.testing.assert_close(read_back(data_t.t(), inv_t)[:R], columns.float() * columns_inv, rtol=0, atol=0)
     assert (data_t[:, R:].float() == 0).all()
     kept, kept_inv = kernels.transpose(data, inv, how)
     if mode == BLOCK:

@@ -12,6 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from precision import kernels
 from precision.kernels import norm, topk_experts
+from precision.selftest import operands, others
 from precision.selftest.checks import CHECKS, Check
 from precision.selftest.twins import Mismatch, near, same
 
@@ -30,7 +31,7 @@ def test_every_kernel_has_a_check() -> None:
     assert {name for file in files for name in decorated(file)} == {name for c in CHECKS for name in c.kernels}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = set()
     call = GridExecutor.__call__
@@ -45,19 +46,13 @@ def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.Monkey
     assert expected <= launched, "a check launches what it is said to check"
 
 
-def check_named(name: str) -> Check:
-    return next(check for check in CHECKS if check.run.__name__ == name)
-
-
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from precision.selftest import others
-
     def off_by_one(*args: Any) -> torch.Tensor:
         return (topk_experts.choose(*args) + 1) % args[0].shape[1]
 
     monkeypatch.setattr(others, "choose", off_by_one)
     with pytest.raises(Mismatch, match=r"choice of 4 of 10 experts: \d+ of 132 numbers differ, the first at \[0, 0\]"):
-        check_named("choices").run(CPU)
+        others.choices(CPU)
 
 
 def test_a_norm_in_bf16_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +64,7 @@ def test_a_norm_in_bf16_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(norm, "rms_norm_backward", rounded)
     with pytest.raises(Mismatch, match="gradient of a norm's gain"):
-        check_named("norms").run(CPU)
+        operands.norms(CPU)
 
 
 def test_nan_and_another_shape_are_no_agreement() -> None:
