@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from precision import (
     Feed,
-    GemmRow,
     GroupedLinear,
     Linear,
     Operand,
@@ -45,34 +44,38 @@ CHOSEN = list(RECIPES) if ON_GPU else ["bf16", "delayed", "row", "block"]
 
 
 class Layers(nn.Module):
-    """Norm, dense feed-forward layer, experts, and two lone linears."""
+    """A norm's gain and the layers that a test names: casting weights takes most of the interpreter's time."""
 
-    def __init__(self, config: PrecisionConfig, backend: str, width: int, inner: int, experts: int):
+    alone: Linear
+    up: Linear
+    down: Linear
+    grouped: GroupedLinear
+    ups: GroupedLinear
+    downs: GroupedLinear
+
+    def __init__(self, config: PrecisionConfig, backend: str, sizes: tuple[int, int, int], parts: tuple[str, ...]):
         super().__init__()
-        plan = Plan(config, 1)
-
-        def row(name: str, op: str, k: int, n: int, groups: int = 1) -> GemmRow:
-            made = plan.gemm(f"layers.0.{name}", op, k, n, groups, 2 if groups > 1 else 1)
-            return replace(made, recipe=replace(made.recipe, backend=backend))
-
-        self.alone = Linear(row("attn.o", "attn.o", width, inner))
-        self.grouped = GroupedLinear(row("moe.experts.alone", "moe.experts", width, inner, experts))
-        self.up, self.down = (
-            Linear(row("ffn.up", "ffn", width, 2 * inner)),
-            Linear(row("ffn.down", "ffn", inner, width)),
-        )
-        self.ups = GroupedLinear(row("moe.experts.up", "moe.experts", width, 2 * inner, experts))
-        self.downs = GroupedLinear(row("moe.experts.down", "moe.experts", inner, width, experts))
+        (width, inner, experts), self.plan, self.kernels = sizes, Plan(config, 1), backend
+        ops = {"alone": "attn.o", "up": "ffn", "down": "ffn"}
+        for part in parts:
+            k, n = {"up": (width, 2 * inner), "down": (inner, width)}.get(part.rstrip("s"), (width, inner))
+            op, many = ops.get(part, "moe.experts"), (1, 1.0) if part in ops else (experts, 2.0)
+            row = self.plan.gemm(f"layers.0.{op}.{part}", op, k, n, *many)
+            row = replace(row, recipe=replace(row.recipe, backend=backend))
+            setattr(self, part, Linear(row) if part in ops else GroupedLinear(row))
         self.gain = nn.Parameter(torch.ones(width))
-        self.kernels = backend
-        self.feed, self.grouped_feed = Feed(self.up, self.ups, tensor=True), Feed(self.grouped)
-        self.down_feed, self.downs_feed = Feed(self.down), Feed(self.downs)
-        self.plan = plan
+        self.feed = self.feed_of("up", "ups", tensor=True)
+        self.grouped_feed, self.down_feed, self.downs_feed = map(self.feed_of, ("grouped", "down", "downs"))
+
+    def feed_of(self, *parts: str, tensor: bool = False) -> Feed:
+        return Feed(*(getattr(self, part) for part in parts if hasattr(self, part)), tensor=tensor)
 
 
-def build(config: PrecisionConfig, backend: str, *sizes: int) -> tuple[Layers, ScalingArena]:
+def build(
+    config: PrecisionConfig, backend: str, sizes: tuple[int, int, int], *parts: str
+) -> tuple[Layers, ScalingArena]:
     torch.manual_seed(1)
-    layers = Layers(config, backend, *sizes)
+    layers = Layers(config, backend, sizes, parts)
     for parameter in layers.parameters():
         nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
     layers.to(DEVICE)
@@ -84,7 +87,9 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))
 
 
-def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
+def compare(
+    recipe: Recipe, name: str, sizes: tuple[int, int, int], run: Callable[[Layers, int], list[Tensor]], *parts: str
+) -> None:
     """Outputs, gradients, scales and amaxes of `run`: `cuda` is as near to FP32 as `reference` is.
 
     They are not compared with each other: where one GEMM's result is quantised again, a rounding of BF16 in an amax
@@ -92,7 +97,7 @@ def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[La
     the rounding of FP8 itself.
     """
     base, overrides = RECIPES[name]
-    if base == "fp8_block" and not ON_GPU and ("test_linear" in run.__qualname__ or "dense" in run.__qualname__):
+    if base == "fp8_block" and not ON_GPU and ("up" in parts or run.__qualname__.startswith("test_linear")):
         pytest.skip("cuBLAS takes block scales on a GPU only")
     results = []
     steps = 2 if ON_GPU or base == "fp8_delayed" else 1  # the second one scales by the history of the first
@@ -101,7 +106,7 @@ def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[La
         (recipe(base, **overrides), "reference"),
         (recipe(base, **overrides), "cuda"),
     ):
-        layers, arena = build(config, backend, *sizes)
+        layers, arena = build(config, backend, sizes, *parts)
         seen: list[Tensor] = []
         amaxes: list[Tensor] = []
         for step in range(steps):
@@ -163,7 +168,7 @@ def test_linear(recipe: Recipe, name: str, rows: int, width: int, inner: int) ->
         y = layers.alone(x)
         return backward(y, x)
 
-    compare(recipe, name, (width, inner, 2), run)
+    compare(recipe, name, (width, inner, 2), run, "alone")
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -174,7 +179,7 @@ def test_grouped_linear(recipe: Recipe, name: str, sizes: tuple[int, ...]) -> No
         y = layers.grouped(x, torch.tensor(sizes, device=DEVICE).cumsum(0).int())
         return backward(y, x)
 
-    compare(recipe, name, (144, 48, len(sizes)), run)
+    compare(recipe, name, (144, 48, len(sizes)), run, "grouped")
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -189,7 +194,7 @@ def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, in
         )
         return backward(y, x)
 
-    compare(recipe, name, (width, inner, 2), run)
+    compare(recipe, name, (width, inner, 2), run, "up", "down")
 
 
 @pytest.mark.parametrize("spread", ["random", "one expert has all", "one has none"][: None if ON_GPU else 1])
@@ -214,7 +219,7 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, ke
         y = through_experts(layers, x, expert, weight, add=add, keep_rows=keep)
         return backward(y, x, weight, add)
 
-    compare(recipe, name, (width, inner, experts), run)
+    compare(recipe, name, (width, inner, experts), run, "ups", "downs")
 
 
 @pytest.mark.parametrize("name", ["bf16", "delayed"])
@@ -228,7 +233,7 @@ def test_experts_read_tokens_that_travelled_in_fp32(recipe: Recipe, name: str) -
         )
         return backward(y, x)
 
-    compare(recipe, name, (144, 80, 3), run)
+    compare(recipe, name, (144, 80, 3), run, "ups", "downs")
 
 
 @pytest.fixture
@@ -243,7 +248,7 @@ def memory_of_nan() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHOSEN)
 def test_experts_that_no_token_chose_have_gradients_of_zero(recipe: Recipe, name: str, memory_of_nan: None) -> None:
     base, overrides = RECIPES[name]
-    layers, arena = build(recipe(base, **overrides), "cuda", 144, 80, 2)
+    layers, arena = build(recipe(base, **overrides), "cuda", (144, 80, 2), "ups", "downs")
     begin_step(layers, arena)
     x, none = draw(0, 21, 144), torch.full((21, 2), 2, device=DEVICE)
     y = through_experts(layers, x, none, torch.ones(21, 2, device=DEVICE), choices=42)
@@ -254,13 +259,12 @@ def test_experts_that_no_token_chose_have_gradients_of_zero(recipe: Recipe, name
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
-@pytest.mark.parametrize("inner", [16, 128])
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(("name", "inner"), [*((name, 16) for name in CHOSEN), ("block", 128)])
 def test_rows_beyond_the_last_experts_are_never_read(
     recipe: Recipe, name: str, inner: int, memory_of_nan: None
 ) -> None:
     base, overrides = RECIPES[name]
-    layers, arena = build(recipe(base, **overrides), "cuda", 144, inner, 3)
+    layers, arena = build(recipe(base, **overrides), "cuda", (144, inner, 3), "ups", "downs")
     begin_step(layers, arena)
     x, first = draw(0, 21, 144), torch.zeros(21, 1, dtype=torch.int64, device=DEVICE)
     y = through_experts(layers, x, first, torch.ones(21, 1, device=DEVICE))
@@ -283,7 +287,7 @@ def test_experts_without_a_gate_read_gathered_scales(recipe: Recipe, name: str) 
         )  # fmt: skip
         return backward(y, x, weight)
 
-    compare(recipe, name, (144, 80, 3), run)
+    compare(recipe, name, (144, 80, 3), run, "grouped", "downs")
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
@@ -300,12 +304,12 @@ def test_a_head_in_chunks_reads_the_scales_of_its_rows(
         assert h.grad is not None
         return [loss.detach(), h.grad]
 
-    compare(recipe, name, (144, 80, 2), run)
+    compare(recipe, name, (144, 80, 2), run, "alone")
 
 
 def test_operands_of_the_reference_backend_are_the_same_ones(recipe: Recipe) -> None:
     """A Feed may serve both backends, where the kernels of one kind of layer are refused."""
-    layers, _ = build(recipe("fp8_block"), "cuda", 144, 80, 2)
+    layers, _ = build(recipe("fp8_block"), "cuda", (144, 80, 2), "ups", "downs")
     x, expert = draw(0, 21, 144).detach(), torch.arange(42, device=DEVICE).view(21, 2) % 2
     made = []
     for backend in ("cuda", "reference"):
@@ -322,13 +326,14 @@ def test_operands_of_the_reference_backend_are_the_same_ones(recipe: Recipe) -> 
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
-@pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "cuda") for name in CHOSEN if name != "bf16"), ("block", "reference")]
+)
 def test_what_swiglu_saves_in_fp8_changes_gradients_by_its_rounding(recipe: Recipe, name: str, backend: str) -> None:
     base, overrides = RECIPES[name]
     results = []
     for more in ({}, {"table__swiglu": "fp8"}):
-        layers, arena = build(recipe(base, **overrides, **more), backend, 144, 80, 2)
+        layers, arena = build(recipe(base, **overrides, **more), backend, (144, 80, 2), "ups", "downs")
         assert layers.ups.recipe.swiglu.is_fp8 == bool(more)
         begin_step(layers, arena)
         x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
@@ -350,7 +355,7 @@ def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(re
     base, overrides = RECIPES[name]
     results = []
     for keeps in (True, False):
-        layers, arena = build(recipe(base, **overrides), "cuda", 144, 128, 2)
+        layers, arena = build(recipe(base, **overrides), "cuda", (144, 128, 2), "alone", "grouped", "ups", "downs")
         linears = [layers.grouped, layers.ups, layers.downs]
         linears += [] if base == "fp8_block" and not ON_GPU else [layers.alone]  # cuBLAS takes blocks on a GPU only
         for layer in linears:
@@ -376,7 +381,7 @@ def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(re
 @pytest.mark.parametrize("history", [False, True])
 def test_a_weight_quantised_in_parts_is_the_weight_quantised_whole(recipe: Recipe, name: str, history: bool) -> None:
     base, overrides = RECIPES[name]
-    layers, _ = build(recipe(base, **overrides), "cuda", 144, 256, 2)
+    layers, _ = build(recipe(base, **overrides), "cuda", (144, 256, 2), "alone", "ups")
     for layer in (layers.alone, layers.ups):
         slot = layer.weight_slot
         assert slot is not None and slot.scale is not None and slot.amax is not None
@@ -388,7 +393,8 @@ def test_a_weight_quantised_in_parts_is_the_weight_quantised_whole(recipe: Recip
         scaling = layer.recipe.scaling
         scale = step_scale(slot.amax, slot.scale, layer.recipe.input.max, scaling, layer.recipe.delayed)
         made = []
-        for i, part in enumerate(layer.weight.detach().split(1 if stacked else 128)):
+        rows = 128 if name == "block" else 107  # without blocks a part may have any number of rows
+        for i, part in enumerate(layer.weight.detach().split(1 if stacked else rows)):
             own = scale[i : i + 1] if stacked else scale
             amax = torch.zeros_like(own)
             made.append(layer.quantize_part(part, own, amax))
