@@ -1,10 +1,7 @@
-"""The AdamW kernels do what torch.optim.AdamW does, in Triton's interpreter; they and those of its norms compile for
-Hopper."""
+"""The AdamW kernels do what torch.optim.AdamW does, in Triton's interpreter."""
 
 import copy
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -69,8 +66,7 @@ class Run:
             assert self.steps[i] == state["step"]
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.3)])
-@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+@pytest.mark.parametrize(("betas", "eps"), [((0.9, 0.95), 1e-8), ((0.9, 0.999), 1e-3), ((0.0, 0.3), 1e-8)])
 def test_equals_adamw_in_float64(betas: tuple[float, float], eps: float) -> None:
     run = Run(betas, eps)
     twin = run.twin()
@@ -81,9 +77,8 @@ def test_equals_adamw_in_float64(betas: tuple[float, float], eps: float) -> None
     run.check(twin)
 
 
-@pytest.mark.parametrize("divisor", [1.0, 7.3, 1e4])
-def test_gradients_are_divided_and_not_written(divisor: float) -> None:
-    run = Run(eps=1e-3)
+def test_gradients_are_divided_and_not_written() -> None:
+    run, divisor = Run(eps=1e-3), 7.3
     twin = run.twin()
     for _ in range(2):
         run.set_gradients(twin, divisor)
@@ -94,9 +89,8 @@ def test_gradients_are_divided_and_not_written(divisor: float) -> None:
     run.check(twin)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_skipped_step_changes_no_bit(bad: float) -> None:
-    run = Run()
+def test_a_skipped_step_changes_no_bit() -> None:
+    run, bad = Run(), math.nan
     twin = run.twin()
     run.set_gradients(twin)
     run.step()
@@ -223,61 +217,3 @@ def test_versions_count_up() -> None:
     run.step()
     changed = [p._version > version for p, version in zip(run.parameters, before, strict=True)]
     assert changed == [True, False, True, True, True, True]
-
-
-COMPILE = """
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from precision.kernels import adamw, gradient_norms, update_norms
-
-def ptx(kernel, tensors, constants, numbers=None, warps=4, capability=90):
-    signature = tensors | (numbers or {}) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors))}
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
-
-tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1", "lr": "*fp32", "divisor": "*fp32",
-           "factors": "*fp32"}
-ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
-tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "copies": "*i64", "factors": "*fp32", "ok": "*i1"}
-constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16,
-             "EVICT": "evict_first", "F8": tl.float8e4nv, "LIMIT": 448.0, "COPIED": True}
-wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
-count = lambda start, width="v4.b32": sum(start in line and width in line for line in made.splitlines())
-for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
-    made = ptx(adamw._adamw_kernel, tensors, constants | {"MOMENT": moment}, warps=adamw._WARPS)
-    # one load and one store more than an update: a skipped step reads the master, and a copy may be in BF16
-    assert (count("ld.global"), count("st.global")) == ((5 - narrow) * wide, (3 - narrow) * wide), "16 bytes at a time"
-    halves = count("ld.global", "v2.b32"), count("st.global", "v2.b32")
-    assert halves == (narrow * wide, (narrow + 1) * wide), f"as many elements of BF16: {halves}"
-    assert ".local" not in made
-plain = constants | {"MOMENT": tl.float32, "F8": None}
-ptx(adamw._adamw_kernel, tensors, plain, capability=80)  # which has no E4M3
-ptx(adamw._adamw_kernel, tensors, plain | {"COPIED": False}, capability=75)  # which has no BF16
-
-logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}
-pointers = {"steps": "*i64", "factors": "*fp32"}
-constants = {**logs, "EPS": 1e-8, "BLOCK": update_norms._PREPARED}
-ptx(update_norms._factors_kernel, pointers, constants, {"P": "i32"})
-tensors = {"chunks": "*i32", "tensors": "*i64", "factors": "*fp32", "decays": "*fp32", "sums": "*fp32"}
-constants = {"BLOCK": update_norms._BLOCK, "ALIGN": 16, "MOMENT": tl.float32}
-made = ptx(update_norms._squares_kernel, tensors, constants, warps=update_norms._WARPS)
-wide = update_norms._BLOCK // (4 * 32 * update_norms._WARPS)
-assert count("ld.global") == 3 * wide and ".local" not in made, "16 bytes at a time"
-tensors = {"chunks": "*i32", "gradients": "*i64", "sizes": "*i64", "sums": "*fp32"}
-constants = {"BLOCK": gradient_norms._BLOCK, "ALIGN": 16}
-made = ptx(gradient_norms._squares_kernel, tensors, constants, warps=gradient_norms._WARPS)
-wide = gradient_norms._BLOCK // (4 * 32 * gradient_norms._WARPS)
-assert count("ld.global") == wide and ".local" not in made, "16 bytes at a time"
-tensors = {"ends": "*i64", "sums": "*fp32", "steps": "*i64", "decays": "*fp32", "lr": "*fp32", "norms": "*fp64"}
-made = ptx(update_norms._add_up_kernel, tensors, {"BLOCK": update_norms._AT_ONCE}, {"P": "i32"}, warps=8)
-assert ".local" not in made
-"""
-
-
-def test_compiles_for_hopper(tmp_path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -24,18 +24,20 @@ from triton.runtime import driver, jit
 class Hopper:
     """A driver that knows a GPU and has none: kernels are compiled for it, not started."""
 
+    capability = 90
+
     def get_current_device(self):
-        return 0
+        return self.capability  # with which kernels are in a cache of their own
 
     def get_current_stream(self, device=None):
         return 0
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 driver.set_active(Hopper())
-launch, seen = jit.JITFunction.run, set()
+launch, seen, assembly = jit.JITFunction.run, set(), {}
 disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -51,6 +53,7 @@ def compile_only(self, *args, grid, warmup, **options):
     stack = int(re.search(r"STACK:(\\d+)", usage)[1])
     assert stack <= 64, (self.__name__, usage)  # bytes; more means that registers are spilled over and over
     code, name = kernel.asm["ttgir"], self.__name__
+    assembly.setdefault(name, []).append(kernel.asm["ptx"])
     attends = "attention" in self.fn.__module__ and not any(kind in name for kind in ("_transpose", "_scale", "delta"))
     product = attends or any(kind in name for kind in ("_nt_", "_wgrad", "_product", "_triangle"))
     assert product or ("tt.trans" in code) == ("mov.b32" in code), self.__name__  # see kernels.common.settled
@@ -61,8 +64,9 @@ def compile_only(self, *args, grid, warmup, **options):
 jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
-from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_schulz, norm, route, swiglu
-from precision.kernels import fp8_attention, rotary, swiglu_blocks, topk_experts, weights
+from precision.kernels import adamw, cast, cast_statistics, cross_entropy, fp8_attention, gradient_norms, grouped_gemm
+from precision.kernels import muon, newton_schulz, norm, rotary, route, swiglu, swiglu_blocks, topk_experts
+from precision.kernels import update_norms, weights
 from precision.kernels.common import Cast
 
 grouped_gemm.multiprocessors = newton_schulz.multiprocessors = lambda device: 132
@@ -129,6 +133,39 @@ if mode == 1:
     for slot in (x, new(E, D, F).mT):
         muon.advance(floats(E, F, D), floats(E, F, D), slot, flag, one, 0.9, True)
         muon.apply(floats(E, F, D), slot, floats(muon.programs(x)), flag, one, 1.0, 0.1)
+
+    def count(ptx, start, width="v4.b32"):
+        return sum(start in line and width in line for line in ptx.splitlines())
+
+    p, copied = floats(D, F), (new(D, F, dtype=E4M3.dtype), floats(), floats(), floats())
+    p.grad = floats(D, F)
+    for moment, narrow in ((torch.float32, 0), (torch.bfloat16, 2)):
+        moments = [new(D, F, dtype=moment)], [new(D, F, dtype=moment)]
+        optimizer = adamw.FusedAdamW([p], *moments, [floats()], [0.1], (0.9, 0.95), 1e-8)
+        optimizer.step(flag, one, one, [copied])
+        wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
+        # one load and one store more than an update: a skipped step reads the master, and a copy may be in BF16
+        ptx = assembly["_adamw_kernel"].pop()
+        assert (count(ptx, "ld.global"), count(ptx, "st.global")) == ((5 - narrow) * wide, (3 - narrow) * wide)
+        halves = count(ptx, "ld.global", "v2.b32"), count(ptx, "st.global", "v2.b32")
+        assert halves == (narrow * wide, (narrow + 1) * wide), f"as many elements of BF16: {halves}"
+        optimizer.norms(one)
+        wide = update_norms._BLOCK // (4 * 32 * update_norms._WARPS)
+        # BF16 has half the bytes
+        assert count(assembly["_squares_kernel"].pop(), "ld.global") == (3 - narrow / 2) * wide, "16 bytes at a time"
+    gradient_norms.GradientNorms([D * F], one.device)([p.grad])
+    wide = gradient_norms._BLOCK // (4 * 32 * gradient_norms._WARPS)
+    assert count(assembly["_squares_kernel"].pop(), "ld.global") == wide, "16 bytes at a time"
+    for dtype in (torch.bfloat16, torch.float32):
+        for gradient in (True, False):
+            logits, target = new(8, 163840, dtype=dtype), new(8, dtype=torch.int64)
+            cross_entropy.cross_entropy_rows(logits, target, one, gradient, -100)
+            assert count(assembly["_cross_entropy_kernel"].pop(), "ld.global"), "16 bytes at a time"
+    Hopper.capability = 80  # which has no E4M3
+    optimizer.step(flag, one, one, [(new(D, F),)])
+    Hopper.capability = 75  # which has no BF16
+    adamw.FusedAdamW([p], [floats(D, F)], [floats(D, F)], [floats()], [0.1], (0.9, 0.95), 1e-8).step(flag, one)
+    Hopper.capability = 90
 if mode == 2:
     S, bounds = 512, ints(2, 2, 512)
     dS = fp8_attention.cast_of_scores(E5M2, True, 0, False)
