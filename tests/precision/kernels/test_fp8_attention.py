@@ -74,8 +74,10 @@ def masks(length: int, documents: bool) -> Tensor | None:
     return document_mask(torch.stack([starts, ends]).int(), torch.bfloat16, D, V)
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_jit"])
-@pytest.mark.parametrize(("length", "peaked", "documents"), [(1, 0, False), (77, 0, True), (96, 3, False)])
+@pytest.mark.parametrize(
+    ("name", "length", "peaked", "documents"),
+    [("fp8_delayed", 1, 0, False), ("fp8_delayed", 77, 0, True), ("fp8_jit", 77, 0, True), ("fp8_jit", 96, 3, False)],
+)
 def test_as_close_to_float64_as_the_reference(
     length: int, peaked: float, documents: bool, name: str, recipe: Recipe
 ) -> None:
@@ -117,8 +119,7 @@ def test_large_logits_of_a_second_document_are_finite(recipe: Recipe) -> None:
     torch.testing.assert_close(found[1], reference[1], rtol=2.0**-20, atol=0)
 
 
-@pytest.mark.parametrize("which", range(4))
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("which", "bad"), [(i, float("nan") if i % 2 else float("inf")) for i in range(4)])
 def test_nonfinite_numbers_reach_an_amax(which: int, bad: float, recipe: Recipe) -> None:
     tensors = [t.detach().clone() for t in inputs(9, 0)]
     tensors[which][0, 0, 3, 5] = bad

@@ -9,7 +9,8 @@ from precision.kernels.route import Route  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR, ROW, BLOCK = 1, 2, 3
-SIZES = [(144, 272), (128, 256), (256, 128), (128, 128), (128, 272)]
+# those after the first have kernels of their own on Hopper; all are one in the interpreter
+SIZES = [(144, 272), (128, 256), (256, 128), (128, 128), (128, 272)][: None if DEVICE == "cuda" else 1]
 GROUPS = [(0, 128), (128, 128), (128, 384)]  # first and last row: the second expert has none
 
 
@@ -70,7 +71,7 @@ def check_weight_gradient(mode: int, out: torch.dtype, M: int, N: int, to: Route
 
 
 @pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
-@pytest.mark.parametrize(("N", "K"), [(272, 144), (256, 256), (384, 128), (64, 16)])
+@pytest.mark.parametrize(("N", "K"), [(272, 144), (256, 256), (384, 128), (64, 16)][: None if DEVICE == "cuda" else 1])
 def test_rows_by_weights(mode: int, N: int, K: int) -> None:
     torch.manual_seed(N)
     check_rows_by_weights(mode, N, K, groups())
