@@ -23,7 +23,7 @@ from precision import (
     swiglu,
 )
 
-WIDTH, EXPERTS, CHOSEN, BLOCKS = 64, 4, 2, 3
+WIDTH, EXPERTS, CHOSEN, BLOCKS = 64, 4, 2, 2
 
 
 class MoeBlock(nn.Module):
@@ -60,7 +60,7 @@ def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(config: PrecisionConfig, compiled: bool, recompute: bool) -> tuple[Tensor, list[Tensor], int]:
-    """Amaxes and gradients of two microbatches through three blocks, and how many graphs were compiled."""
+    """Amaxes and gradients of two microbatches through the blocks, and how many graphs were compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plan = Plan(config, BLOCKS)
@@ -92,9 +92,8 @@ def test_compiled_and_recomputed_blocks_record_what_eager_ones_do(
 ) -> None:
     amax, grads, _ = run(recipe(name), compiled=False, recompute=False)
     assert (amax > 0).sum() == len(amax), "every row saw something"
-    ways = ((False, True), (True, False), (True, True)) if name == "fp8_delayed" else ((True, True),)
-    for compiled, recompute in ways:
-        other, other_grads, graphs = run(recipe(name), compiled, recompute)
+    for compiled in (False, True) if name == "fp8_delayed" else (True,):
+        other, other_grads, graphs = run(recipe(name), compiled, recompute=True)
         torch.testing.assert_close(other, amax, rtol=0, atol=0)
         for ours, theirs in zip(other_grads, grads, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())

@@ -46,7 +46,7 @@ def test_results_carry_no_gradient_whatever_the_mode() -> None:
     torch.testing.assert_close(y, 4 * x.detach())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_it_is_the_same(backend: str) -> None:
     torch._dynamo.reset()
     largest = torch.zeros(2)
