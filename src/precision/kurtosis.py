@@ -28,43 +28,32 @@ WIDTHS = 2, 2, 3
 """Parts of a module's row: kurtosis and number of tokens, of sequences, and the moments of rows without a sequence."""
 
 
-class _Row:
-    """A module's row of the buffer. It is not registered as a buffer of the module, so checkpoints do not contain
-    it."""
-
-    def __init__(self):
-        self.all: Tensor | None = None
-        self.sums: Tensor | None = None  # a part of `all`, made once because graphs take it as it is
-
-
 class Kurtosis(nn.Module):
-    """Measures the kurtosis of the tensor at `place` of a block."""
+    """Measures the kurtosis of the tensor at `place` of a block. Both are None until `bind`: row, of the buffer, and
+    sums [2] FP64, the part of it over tokens."""
 
     def __init__(self, place: str):
         super().__init__()
-        self.place, self.row = place, _Row()
+        self.place = place
+        self.row: Tensor | None = None
+        self.sums: Tensor | None = None  # made once, because graphs take it as it is
         self.token_group = self.sequence_group = ""  # names of process groups; none: this rank has all of it
-
-    @property
-    def sums(self) -> Tensor | None:
-        """[2] FP64: the sum over tokens, and their number; None where nothing is bound."""
-        return self.row.sums
 
     @property
     def sequences(self) -> Tensor | None:
         """[2] FP64: the sum over sequences, and their number."""
-        return None if self.row.all is None else self.row.all[2:4]
+        return None if self.row is None else self.row[2:4]
 
     def forward(self, x: Tensor, beside: Tensor | None = None) -> None:
         """Add the kurtosis of x [..., D]: [B, S, D] of sequences, [R, D] of rows without one. beside [..., E]: more
         features of the same tokens. On a sampled step a collective of the groups."""
-        if self.row.all is None:
+        if self.row is None:
             return
         groups = self.token_group, self.sequence_group
         if torch.compiler.is_compiling():
-            _kurtosis(self.row.all, x.detach(), None if beside is None else beside.detach(), *groups)
+            _kurtosis(self.row, x.detach(), None if beside is None else beside.detach(), *groups)
         elif is_sampled():
-            _take(self.row.all, x, beside, *groups)
+            _take(self.row, x, beside, *groups)
 
 
 def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Tensor:
@@ -72,7 +61,7 @@ def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Te
     found = list(modules)
     rows = torch.zeros(len(found), sum(WIDTHS), dtype=torch.float64, device=device)
     for i, module in enumerate(found):
-        module.row.all, module.row.sums = rows.data[i], rows.data[i, :2]
+        module.row, module.sums = rows.data[i], rows.data[i, :2]
     return rows[:, :2]
 
 

@@ -46,8 +46,8 @@ class BlockKurtosis:
         for i, (_, block) in enumerate(blocks):
             for module in block.modules():
                 if isinstance(module, Kurtosis):
-                    assert module.row.all is not None, "precision.bind(model, ...) has not been called"
-                    self._found.append(module.row.all)
+                    assert module.row is not None, "precision.bind(model, ...) has not been called"
+                    self._found.append(module.row)
                     places.append(i * len(PLACES) + PLACES.index(module.place))
         self._places = torch.tensor(places, device=self._found[0].device)
 
