@@ -100,10 +100,9 @@ class AttentionCore(nn.Module):
             return x.data, x.scale_inv
         if self.static is None:
             return _quantize_heads(x, slot, self.recipe)
-        assert slot.amax is not None, "precision.bind(model, ...) has not been called"
         scale, given = torch.full((), self.static, device=x.device), self.recipe.with_given_scale
         backend, x_BSHd = get_backend(self.recipe.backend), x.detach().transpose(1, 2)
-        data, inv = backend.quantize(x_BSHd, scale, slot.amax, self.recipe.input, given)
+        data, inv = backend.quantize(x_BSHd, scale, slot.rows[1], self.recipe.input, given)
         return data.transpose(1, 2), inv
 
 

@@ -44,6 +44,7 @@ the weight that autograd sees, FP32, and is added to FP32 sums.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -120,9 +121,15 @@ class _Gemms(torch.autograd.Function):
 def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scales of x [..., K] under an input slot, without an autograd edge
     (straight-through); record its amax."""
-    assert slot.scale is not None and slot.amax is not None, "precision.bind(model, ...) has not been called"
     backend = get_backend(recipe.backend)
-    return backend.quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe, slot.place)
+    return backend.quantize(x.detach(), *slot.rows, recipe.input, recipe, slot.place)
+
+
+def _unchanged(operand: WeightOperand | None) -> AbstractContextManager[None]:
+    """Return a context in which an operand may be written that autograd has saved: a pending backward pass gets the
+    same numbers again."""
+    kept = tuple(t for t in operand or () if t is not None)
+    return torch.autograd._unsafe_preserve_version_counter(kept)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _GemmLayer(nn.Module):
@@ -176,20 +183,9 @@ class _GemmLayer(nn.Module):
             if self.operand is None or self.operand.data.data_ptr() != weight.data_ptr():
                 self.operand = WeightOperand(weight)
             return []
-        scale, amax = self.weight_slot.scale, self.weight_slot.amax
-        assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
-        backend, recipe = get_backend(self.recipe.backend), self.recipe
-        if given is not None:
-            scale, recipe = given, recipe.with_given_scale
-        kept = tuple(t for t in self.operand or () if t is not None)
-        # a pending backward pass gets the same numbers again, so for autograd this is no change
-        same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
-        with same(kept):
-            self.operand = backend.quantize_weight(
-                weight, scale, amax, recipe.input, recipe, self.operand, self.keeps_transposed
-            )
-        self._show(weight, self.operand)
-        return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
+        with _unchanged(self.operand):
+            self.operand = made = self._quantize(weight, self.operand, given)
+        return [t for t in (made.data, made.data_t) if t is not None]
 
     @torch.no_grad()
     def quantize_part(self, part: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,9 +208,7 @@ class _GemmLayer(nn.Module):
             assert old.scale_inv is not None
             if (old.data.data_ptr(), old.scale_inv.data_ptr()) != (data.data_ptr(), scale_inv.data_ptr()):
                 old = None
-        kept = tuple(t for t in old or () if t is not None)
-        # a pending backward pass gets the same numbers again
-        with torch.autograd._unsafe_preserve_version_counter(kept):  # pyright: ignore[reportPrivateImportUsage]
+        with _unchanged(old):
             backend = get_backend(self.recipe.backend)
             self.operand = backend.weight_operand(data, scale_inv, self.recipe, old, self.keeps_transposed)
         return [] if self.operand.data_t is None else [self.operand.data_t]
@@ -227,19 +221,24 @@ class _GemmLayer(nn.Module):
         if self.te is not None:
             self.operand = WeightOperand(self.te.refresh(master))
         elif self.weight_slot is not None:
-            scale, amax = self.weight_slot.scale, self.weight_slot.amax
-            assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
-            backend = get_backend(self.recipe.backend)
-            recipe = self.recipe
-            self.operand = backend.quantize_weight(
-                master, scale, amax, recipe.input, recipe, out, self.keeps_transposed
-            )
-            self._show(master, self.operand)
+            self.operand = self._quantize(master, out)
         elif out is None or out.data.data_ptr() == master.data_ptr():
             self.operand = WeightOperand(master.to(self.recipe.input.dtype))
         else:
             out.data.copy_(master)
         self.operand_version = self.weight._version
+
+    def _quantize(self, weight: Tensor, out: WeightOperand | None, given: Tensor | None = None) -> WeightOperand:
+        """Return the operand of the whole weight in FP8, in the memory of `out` if given; record its amax. given: as in
+        `receive`."""
+        assert self.weight_slot is not None
+        (scale, amax), recipe = self.weight_slot.rows, self.recipe
+        if given is not None:
+            scale, recipe = given, recipe.with_given_scale
+        backend = get_backend(recipe.backend)
+        made = backend.quantize_weight(weight, scale, amax, recipe.input, recipe, out, self.keeps_transposed)
+        self._show(weight, made)
+        return made
 
     def made_ahead(self) -> tuple[Tensor, ...] | None:
         """Return what an optimizer must write to make the compute weight together with the master: BF16 data, or E4M3

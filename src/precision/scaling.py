@@ -76,6 +76,12 @@ class Slot:
         self.scales: Tensor | None = None
         self.place: Tensor | None = None
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """`scale` and `amax` of a slot that is bound."""
+        assert self.scale is not None and self.amax is not None, "precision.bind(model, ...) has not been called"
+        return self.scale, self.amax
+
 
 def record_amax(row: Tensor, amax: Tensor) -> None:
     """Raise an arena row (a view) to at least `amax`; NaN sticks."""

@@ -30,7 +30,7 @@ from precision import formats
 from precision.backends import get_backend
 from precision.config import Granularity
 from precision.ffn import has_kernels
-from precision.formats import saturating_cast
+from precision.formats import Format, saturating_cast
 from precision.fused import sum_rows
 from precision.linear import GroupedLinear
 from precision.observe import report
@@ -173,14 +173,9 @@ class GradFormat:
         """Return the format for experts with `down` as their second GEMM; None if its gradients are not FP8."""
         if down.grad_slot is None or down.te is not None:
             return None
-        scale, amax = down.grad_slot.scale, down.grad_slot.amax
-        assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
-        return GradFormat(
-            down.grad_slot,
-            down.recipe,
-            known,
-            GradRows(scale if known else torch.zeros_like(scale), torch.zeros_like(amax)),
-        )
+        scale, amax = down.grad_slot.rows
+        rows = GradRows(scale if known else torch.zeros_like(scale), torch.zeros_like(amax))
+        return GradFormat(down.grad_slot, down.recipe, known, rows)
 
     @staticmethod
     def again(down: GroupedLinear, first: GradRows) -> "GradFormat | None":
@@ -195,14 +190,13 @@ class GradFormat:
 
     def quantize(self, dy: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         """Return FP8 data and inverse scales of dy [T, D]; record its amax."""
-        slot, recipe = self.slot, self.recipe
-        assert slot.scale is not None and slot.amax is not None
+        recipe, (scale, amax), place = self.recipe, self.slot.rows, self.slot.place
         if self.known or recipe.scaling.granularity is not Granularity.tensor:
-            return get_backend(recipe.backend).quantize(dy, slot.scale, slot.amax, recipe.grad, recipe, slot.place)
+            return get_backend(recipe.backend).quantize(dy, scale, amax, recipe.grad, recipe, place)
         own = absolute_max(dy)
-        record_amax(slot.amax, own)
-        data, inv = _cast_under_group_scale(dy, own, exchange, recipe, gradient=True)
-        report(slot.place, slot.amax, dy, data, inv, recipe.grad)
+        record_amax(amax, own)
+        data, inv = _cast_under_group_scale(dy, own, exchange, recipe.grad, recipe)
+        report(place, amax, dy, data, inv, recipe.grad)
         self.rows.scale.copy_(inv.reciprocal())
         return data, inv
 
@@ -230,7 +224,7 @@ def send(
     data, inv, recipe = x.data, x.scale_inv, experts.recipe
     if inv.dim() == 0 and not known:
         plain = x.tensor.detach()
-        data, inv = _cast_under_group_scale(plain, absolute_max(plain), exchange, recipe, gradient=False)
+        data, inv = _cast_under_group_scale(plain, absolute_max(plain), exchange, recipe.input, recipe)
     per_row = inv if inv.dim() else None
     carrier, expert_AK, weight_AK, data, inv_A = _Send.apply(
         x.carrier, expert_TK, weight_TK, data, per_row, row_map, exchange
@@ -351,10 +345,10 @@ def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype, kernels: bool) -> T
 
 
 def _cast_under_group_scale(
-    x: Tensor, own: Tensor, exchange: Exchange, recipe: GemmRecipe, gradient: bool
+    x: Tensor, own: Tensor, exchange: Exchange, fmt: Format, recipe: GemmRecipe
 ) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scale (0-d) of x, under one scale for the whole group. own: amax of x."""
-    fmt, scaling = recipe.grad if gradient else recipe.input, recipe.scaling
+    scaling = recipe.scaling
     scale = scale_from_amax(exchange.largest(own), fmt.max, scaling.margin, scaling.power_of_two)
     return saturating_cast(x, scale, fmt), scale.reciprocal()
 

@@ -132,16 +132,16 @@ class TransformerEngineGemm:
     def _note(self, which: int, amax: Tensor) -> None:
         """Record an amax; without a history the scale follows from it."""
         slot = self._slots()[which]
-        assert slot.amax is not None and slot.scale is not None and slot.format is not None
-        amax = amax.view(slot.amax.shape)
-        record_amax(slot.amax, amax)
-        scale = step_scale(amax, slot.scale, slot.format.max, self._scaling, self._delayed)
+        row_scale, row = slot.rows
+        assert slot.format is not None
+        amax = amax.view(row.shape)
+        record_amax(row, amax)
+        scale = step_scale(amax, row_scale, slot.format.max, self._scaling, self._delayed)
         if self._delayed:
             self._scales[which].copy_(scale)
 
     def _slots(self) -> tuple[Slot, Slot, Slot]:
         assert self.input_slot is not None and self.weight_slot is not None and self.grad_slot is not None
-        assert self.input_slot.amax is not None, "precision.bind(model, ...) has not been called"
         return self.input_slot, self.weight_slot, self.grad_slot
 
     def _take_scales(self) -> None:
@@ -149,7 +149,7 @@ class TransformerEngineGemm:
         slots = self._slots()
         if self._bound_to is not slots[0].amax:
             self._point_at_arena(slots)
-        rows = [slot.scale for slot in slots if slot.scale is not None]
+        rows = [slot.rows[0] for slot in slots]
         for ours, row in zip(self._scales, rows, strict=True):
             ours.copy_(torch.where(row > 0, row, ours))
         if not self._has_history:
@@ -157,11 +157,9 @@ class TransformerEngineGemm:
 
     def _point_at_arena(self, slots: tuple[Slot, Slot, Slot]) -> None:
         """Make TE's quantizers read our scales and raise the arena's amaxes; experts share those of x and dy."""
-        self._scales = tuple(torch.ones_like(slot.scale) for slot in slots if slot.scale is not None)
+        self._scales = tuple(torch.ones_like(slot.rows[0]) for slot in slots)
         forward, backward = (self._module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
-        scales, amaxes = (
-            [t.reshape(-1) for t in ts if t is not None] for ts in (self._scales, (s.amax for s in slots))
-        )
+        scales, amaxes = ([t.reshape(-1) for t in ts] for ts in (self._scales, (slot.rows[1] for slot in slots)))
         for g in range(self._shape[0] or 1):
             for quantizer, which, row in (
                 (forward[FORWARD_TENSORS * g], 0, 0),
