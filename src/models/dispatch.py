@@ -33,7 +33,8 @@ from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
 from precision.errors import UserError, counted
-from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
+from precision.ffn import has_row_kernels
+from precision.wire import GradFormat, RowMap, return_to_tokens, send
 
 
 class RoutedExperts(Protocol):

@@ -28,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.hardware import HOPPER
 from precision.max_logits import raise_max_logits
 from precision.proof import ATTENTION, refused
 
-HOPPER = 9  # major compute capability
 LOG_2 = math.log(2)
 
 
@@ -177,5 +177,5 @@ def _cudnn_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) 
         and max(d_qk, d_v) <= 256
         and not (d_qk % 8 or d_v % 8)
         and not torch.are_deterministic_algorithms_enabled()
-        and torch.cuda.get_device_properties(device).major == HOPPER
+        and torch.cuda.get_device_properties(device).major == HOPPER[0]
     )

@@ -69,7 +69,7 @@ def expert_ffn(
     experts in BF16 save x's rows, T K of them, instead of gathering them from x again in the backward pass. activation:
     of experts without a gate, where `gate_up` is the up projection alone; None: SwiGLU.
     """
-    if activation is None and has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
+    if activation is None and has_row_kernels(gate_up, down, combine, accumulate):
         return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis, keep_rows)
     order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0], choices)
     weight_R = weight_TK.flatten().index_select(0, order_R)
@@ -87,6 +87,11 @@ def expert_ffn(
 def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
     """Return whether the whole layer runs in kernels (`is_fused`). False while an observer is set (see `observe`)."""
     return not is_observed() and is_fused(gate_up.recipe, down.recipe)
+
+
+def has_row_kernels(gate_up: GroupedLinear, down: GroupedLinear, combine: torch.dtype, accumulate: torch.dtype) -> bool:
+    """Return whether experts run in kernels, which also gather their rows and sum their results."""
+    return has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32
 
 
 def is_fused(gate_up: GemmRecipe, down: GemmRecipe) -> bool:

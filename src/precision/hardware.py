@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-KNOWS_FP8 = 8, 9  # compute capability of the first GPUs with FP8
+HOPPER = 9, 0  # compute capability
+KNOWS_FP8 = 8, 9  # of the first GPUs with FP8
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_kernels
+from precision.backends.availability import cuda_problem, te_problem, te_scaling, wrong_kernels
 from precision.config import Accumulation, BackendChoice, Granularity, Precision, PrecisionConfig
 from precision.errors import UserError
 from precision.formats import BF16, Format
-from precision.hardware import Gpu
+from precision.hardware import HOPPER, Gpu
 from precision.proof import EXPERTS, FP8_ATTENTION, GEMMS
 from precision.rates import Entry, RateTable, load_rates
 from precision.rows import CUDA, REFERENCE, TE

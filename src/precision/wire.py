@@ -29,7 +29,6 @@ from torch import Tensor
 from precision import formats
 from precision.backends import get_backend
 from precision.config import Granularity
-from precision.ffn import has_kernels
 from precision.formats import Format, saturating_cast
 from precision.fused import sum_rows
 from precision.linear import GroupedLinear
@@ -356,8 +355,3 @@ def _cast_under_group_scale(
 def _bytes(x: Tensor) -> Tensor:
     """View FP8 as bytes: few ops support FP8."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def has_row_kernels(gate_up: GroupedLinear, down: GroupedLinear, combine: torch.dtype, accumulate: torch.dtype) -> bool:
-    """Return whether kernels gather and sum the rows: where the experts' layer runs in kernels."""
-    return has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32

@@ -21,10 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from precision.config import Granularity, Method, ScalingConfig
-from precision.hardware import KNOWS_FP8, Gpu
+from precision.hardware import HOPPER, KNOWS_FP8, Gpu
 from precision.proof import CASTS, refused
 
-HOPPER = (9, 0)
 TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
 
 
@@ -67,7 +66,7 @@ def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
     """Return why `transformer_engine` cannot run here, with the fix if it is not installed."""
     if gpu is None:
         return "Transformer Engine needs a GPU and there is none"
-    oldest = (9, 0) if scaling.granularity is Granularity.block else KNOWS_FP8
+    oldest = HOPPER if scaling.granularity is Granularity.block else KNOWS_FP8
     if gpu.capability < oldest:
         return f"Transformer Engine needs sm_{oldest[0]}{oldest[1]} for this scaling; {gpu.name} is {gpu.sm}"
     return te_refusal(scaling) or te_missing()

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from precision.hardware import HOPPER
 from precision.kernels import const
 from precision.kernels.common import multiprocessors, round_to
 
@@ -141,4 +142,4 @@ def is_faster(m: int, n: int, device: torch.device) -> bool:
 
 def serves_hopper(device: torch.device) -> bool:
     """Return whether `hopper_triangle` runs here."""
-    return not const.INTERPRETED and torch.cuda.get_device_capability(device)[0] == 9
+    return not const.INTERPRETED and torch.cuda.get_device_capability(device) == HOPPER

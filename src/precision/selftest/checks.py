@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from precision.attention import returns_lse
-from precision.backends.availability import HOPPER
-from precision.hardware import knows_fp8
+from precision.hardware import HOPPER, knows_fp8
 from precision.proof import (
     ATTENTION,
     CASTS,

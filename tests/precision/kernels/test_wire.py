@@ -21,7 +21,8 @@ from precision import (
     expert_ffn,
     rms_norm,
 )
-from precision.wire import GradFormat, RowMap, has_row_kernels, read_back, return_to_tokens, send
+from precision.ffn import has_row_kernels
+from precision.wire import GradFormat, RowMap, read_back, return_to_tokens, send
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
