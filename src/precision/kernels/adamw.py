@@ -45,6 +45,7 @@ from precision.kernels.update_norms import UpdateNorms
 _BLOCK = 512  # elements at a time, 4 per thread: a load of 16 bytes from each of four tensors
 _BLOCKS = 1  # blocks per program: the fastest measured on an H200, with many programs
 _WARPS = 4
+_EVICT = "evict_first"  # policy in the L2 cache: nothing is read again
 _PREPARED = 256  # tensors that one program prepares
 
 
@@ -214,8 +215,7 @@ class FusedAdamW:
 
     parameters, first, second: P tensors each, contiguous, of equal shapes, on one device; parameters FP32, first and
     second FP32 or BF16. steps: P 0-d FP32 tensors. weight_decay: P numbers. Moments and step counts must keep their
-    addresses; parameters and gradients may move. block, blocks, num_warps: a program handles `blocks` blocks of `block`
-    elements. evict: L2 cache policy of data that has been read.
+    addresses; parameters and gradients may move. block: elements that a program handles at a time.
     """
 
     def __init__(
@@ -228,9 +228,6 @@ class FusedAdamW:
         betas: tuple[float, float],
         eps: float,
         block: int = _BLOCK,
-        blocks: int = _BLOCKS,
-        num_warps: int = _WARPS,
-        evict: str = "evict_first",
     ):
         self._parameters, self._kept = list(parameters), [*first, *second, *steps]
         moments = first[0].dtype if first else torch.float32
@@ -239,10 +236,9 @@ class FusedAdamW:
         for tensor in (*first, *second):
             assert tensor.dtype == moments and tensor.is_contiguous()
         self._moment = MOMENTS[moments]
-        self._betas, self._eps = betas, eps
-        self._block, self._blocks, self._num_warps, self._evict = block, blocks, num_warps, evict
+        self._betas, self._eps, self._block = betas, eps, block
         self._device = device = self._parameters[0].device
-        chunks = [-(-p.numel() // (block * blocks)) for p in self._parameters]
+        chunks = [-(-p.numel() // (block * _BLOCKS)) for p in self._parameters]
         self._chunks = chunk_table(chunks).to(device)
         self._steps = torch.tensor([t.data_ptr() for t in steps], device=device)
         self._decays = torch.tensor(weight_decay, dtype=torch.float32, device=device)
@@ -283,8 +279,8 @@ class FusedAdamW:
         if len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
                 self._chunks, self._gradients, self._tensors, self._copies, self._factors, ok,
-                beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment, self._evict,
-                narrow, E4M3.max, copied, num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
+                beta1, beta2, self._eps, self._block, _BLOCKS, self._align, self._moment, _EVICT,
+                narrow, E4M3.max, copied, num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
         torch.autograd.graph.increment_version(written)  # caches made from a parameter compare its version

@@ -29,7 +29,7 @@ class Run:
         self.steps = [torch.zeros(()) for _ in shapes]
         self.generator, self.betas, self.eps = generator, betas, eps
         self.kernel = adamw.FusedAdamW(
-            self.parameters, self.first, self.second, self.steps, DECAYS[: len(shapes)], betas, eps, block=64, blocks=2
+            self.parameters, self.first, self.second, self.steps, DECAYS[: len(shapes)], betas, eps, block=128
         )
 
     @property
@@ -201,7 +201,7 @@ def test_the_kernel_has_formats_only_where_a_copy_has_them(monkeypatch: pytest.M
 
 
 def test_experts_whose_size_no_block_divides_get_no_copy() -> None:
-    run = Run(shapes=[(3, 16, 18)])  # blocks of 64
+    run = Run(shapes=[(3, 16, 18)])  # blocks of 128
     run.set_gradients(run.twin())
     data, rows = torch.empty(3, 16, 18, dtype=torch.float8_e4m3fn), [torch.ones(3) for _ in range(3)]
     assert run.kernel.step(torch.tensor(True), torch.tensor(LR), None, [(data, *rows)]) == [False]
