@@ -29,7 +29,7 @@ from torch import Tensor
 from precision.backends import products
 from precision.backends.interface import GradOperand, WeightOperand
 from precision.config import Granularity
-from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
+from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast, spread
 from precision.observe import report
 from precision.rows import GemmRecipe
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
@@ -161,7 +161,7 @@ class ReferenceBackend:
             (a, a_inv), (b, b_inv) = _recast_under_largest(dy.data, dy.scale_inv), _recast_under_largest(x, x_inv)
             product = products.matmul_over_rows(a, b, offsets, torch.float32, fast, narrow=True)
             return _scaled(product, a_inv, b_inv, out)
-        x_read = _dequantize(x, x_inv, 1, recipe)
+        x_read = _dequantize(x, x_inv, recipe)
         tile = _row_tiles(x.shape[0], offsets, x.device)
         x_tiles = _cast_in_row_tiles(x_read, tile, recipe.input, recipe)
         dy_tiles = _cast_in_row_tiles(dy.exact, tile, recipe.grad, recipe)
@@ -182,7 +182,7 @@ class ReferenceBackend:
         if a_inv is None or w_inv is None:
             return products.matmul(a, w.mT if transpose else w, offsets, out)
         if recipe.scaling.granularity is Granularity.block:
-            a, w = _dequantize(a, a_inv, 1, recipe), _dequantize(w, w_inv, BLOCK, recipe)
+            a, w = _dequantize(a, a_inv, recipe), _dequantize(w, w_inv, recipe)
             exact = recipe.scaling.power_of_two
             return products.matmul(a, w.mT if transpose else w, offsets, out, narrow=exact)
         a, w = fp8_values(a), fp8_values(w)
@@ -252,13 +252,10 @@ def _values(data: Tensor, recipe: GemmRecipe) -> Tensor:
     return values if recipe.scaling.power_of_two else values.float()
 
 
-def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
-    """Return the values of block-scaled FP8 data. rows: of a block, 1 for activations and gradients, 128 for
-    weights."""
+def _dequantize(data: Tensor, scale_inv: Tensor, recipe: GemmRecipe) -> Tensor:
+    """Return the values of block-scaled FP8 data."""
     values = _values(data, recipe)
-    scale_inv = scale_inv.to(values.dtype)
-    spread = scale_inv[..., None, None, :, None] if rows == 1 else scale_inv[..., :, None, :, None]
-    return _untile(_tile(values, rows, BLOCK) * spread, data)
+    return values.mul_(spread(scale_inv.to(values.dtype), *data.shape))
 
 
 def _recast_under_largest(data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
