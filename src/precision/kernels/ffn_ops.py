@@ -12,13 +12,13 @@ again; in FP8 this also makes their transposed copy. In BF16 they may be saved i
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from precision.deferred import Product
 from precision.formats import E4M3
 from precision.kernels import const, grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
@@ -172,9 +172,6 @@ def ffn_backward(
     )  # fmt: skip
     dw2 = products.pop()()  # its operands are freed before dw1's are transposed
     return dx, products.pop()(), dw2, dweight, amaxes
-
-
-Product = Callable[[], Tensor]
 
 
 def input_gradients(
