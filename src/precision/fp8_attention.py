@@ -35,7 +35,7 @@ from precision.backends import get_backend
 from precision.formats import BY_NAME, Format, read_back, saturating_cast
 from precision.linear import quantize
 from precision.max_logits import raise_max_logits
-from precision.observe import every, is_observed, is_sampled, show, show_rows
+from precision.observe import every, is_observed, is_sampled, report, show
 from precision.operand import Operand
 from precision.operators import fake, operator
 from precision.rotary import StaticCast
@@ -292,10 +292,7 @@ def backward(
         p, dout, ds = gradients(part)
         record_amax(ds_amax, absolute_max(ds))
         ds8 = saturating_cast(ds, factor, fmt)
-        if is_observed():
-            show(ds_place, ds, ds8, inv, fmt)
-        elif is_sampled():
-            show_rows(ds_place, ds, ds8, inv, fmt)
+        report(ds_place, ds_amax, ds, ds8, inv, fmt)
         ds = read_back(ds8, inv)
         dq[:, part] = ds @ read_back(k8[:, part], k_inv) * scale
         dk[:, part] = ds.mT @ read_back(q8[:, part], q_inv) * scale

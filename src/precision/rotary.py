@@ -6,7 +6,7 @@ so the turned pairs may be stored as two halves (as in transformers) instead of 
 B batch, S sequence, H heads, N nope, R rope, V value features, P = R / 2 pairs.
 """
 
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,16 +46,6 @@ class StaticCast(NamedTuple):
     k_amax: Tensor
 
 
-@overload
-def attention_inputs(
-    q_BSHd: Tensor, kv_BSHx: Tensor, k_rope_BSGR: Tensor, rope_2SP: Tensor, kernels: str = "reference",
-    norms: tuple[HeadNorm, HeadNorm] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention_inputs(
-    q_BSHd: Tensor, kv_BSHx: Tensor, k_rope_BSGR: Tensor, rope_2SP: Tensor, kernels: str,
-    norms: tuple[HeadNorm, HeadNorm] | None, cast: StaticCast | None,
-) -> tuple[Tensor | Operand, Tensor | Operand, Tensor]: ...  # fmt: skip
 def attention_inputs(
     q_BSHd: Tensor,
     kv_BSHx: Tensor,

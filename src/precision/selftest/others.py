@@ -134,7 +134,8 @@ def heads(device: torch.device) -> None:
         for eps in (None, 1e-2):
             wide = [t.double().requires_grad_() for t in (q, kv, k_rope)]
             norms = None if eps is None else (_HeadNorm(eps), _HeadNorm(eps))
-            exact = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double(), norms=norms)
+            made = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double(), norms=norms)
+            exact = [x for x in made if isinstance(x, torch.Tensor)]  # all of them: plain ops cast nothing
             torch.autograd.backward(exact, [probe.double() for probe in probes])
             where, kept, rounding = f"with {H} heads of {N} + {R} and {V}, eps {eps}", None, BF16_ROUNDING
             if eps is None:
