@@ -183,7 +183,6 @@ if mode == 3:
     swiglu_blocks.swiglu_backward_blocks(new(R, F), new(R, 2 * F), to.weight, to.ends, one, back, how)
     swiglu_blocks.swiglu_backward_blocks(new(R, F), y8, to.weight, to.ends, one, back, how, y_inv)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
-weights.cast_weight(new(E, 2 * F, D), floats(E), floats(E), how, None)
 if mode != 2:
     weights.cast_weight(floats(D, F), one, one, how, None, transposed=False)
     weights.transpose_weight(new(E, 2 * F, D, dtype=torch.float8_e4m3fn), None)
