@@ -127,7 +127,8 @@ class RowMap(NamedTuple):
     def gather(self, x_TD: Tensor) -> Tensor:
         """Gather x [T, D] into rows [R, D]."""
         if not self.kernels:
-            return self.of_tokens(_bytes(x_TD)).view(x_TD.dtype)
+            numbers = x_TD.view(torch.uint8) if x_TD.element_size() == 1 else x_TD  # few ops support FP8
+            return self.of_tokens(numbers).view(x_TD.dtype)
         from precision.kernels.route import gather
 
         return gather(x_TD.contiguous(), None, self._route(), None)[0]
@@ -350,8 +351,3 @@ def _cast_under_group_scale(
     scaling = recipe.scaling
     scale = scale_from_amax(exchange.largest(own), fmt.max, scaling.margin, scaling.power_of_two)
     return saturating_cast(x, scale, fmt), scale.reciprocal()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """View FP8 as bytes: few ops support FP8."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -39,11 +39,6 @@ def cast_of(recipe: GemmRecipe, fmt: Format) -> Cast:
     return Cast(fmt, MODES[scaling.granularity], recipe.delayed, scaling.margin, scaling.power_of_two)
 
 
-def _has_two_casts(recipe: GemmRecipe) -> bool:
-    """Return whether a weight's copy for the input gradient has scales, and so numbers, of its own."""
-    return recipe.scaling.granularity is Granularity.row
-
-
 class CudaBackend:
     """See the module docstring; the interface is `precision.backends.interface.Backend`."""
 
@@ -86,7 +81,8 @@ class CudaBackend:
         transposed: bool = True,
     ) -> WeightOperand:
         """Return BF16(master) in FP8 and, if kept, its transposed copy, both viewed as [(G,) N, K]."""
-        transposed, into = transposed or _has_two_casts(recipe), None
+        # with scales of rows the copy for the input gradient has scales, and so numbers, of its own
+        transposed, into = transposed or recipe.scaling.granularity is Granularity.row, None
         if out is not None and (out.data_t is not None) == transposed:
             assert out.scale_inv is not None and out.copy_scale_inv is not None
             data_t = out.data.new_empty(0) if out.data_t is None else out.data_t.mT
