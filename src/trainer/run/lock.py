@@ -18,21 +18,22 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
     path.mkdir(parents=True, exist_ok=True)
     file = os.fdopen(open_own(path / ".lock", os.O_RDWR), "r+")
     deadline = time.monotonic() + patience
-    try:
-        while not _try(file) and time.monotonic() < deadline:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                owner = file.read().strip() or "another process"
+                file.close()
+                raise UserError(
+                    f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
+                ) from None
             time.sleep(0.2)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise UserError(
-            f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
-        ) from None
-    except OSError as error:  # some network file systems cannot lock
-        on_event(
-            "alert", 0, f"{path} cannot be locked ({error.strerror}): make sure that only one process trains in it"
-        )
+        except OSError as error:  # some network file systems cannot lock
+            why = f"{path} cannot be locked ({error.strerror})"
+            on_event("alert", 0, f"{why}: make sure that only one process trains in it")
+            break
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
@@ -45,11 +46,3 @@ def is_in_place(lock: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
     except FileNotFoundError:
         return False
-
-
-def _try(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
