@@ -74,7 +74,7 @@ def test_sigkill_at_any_moment_leaves_whole_checkpoints_and_no_leftovers(
     folder: Path, events: Any, run_python: Callable[..., Any]
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    done = run_python("-c", KILLS, folder, 12, seed)
+    done = run_python("-c", KILLS, folder, 6, seed)
     assert done.returncode == 0, f"seed {seed}: {done.stderr}"
     Checkpointer(folder, 2, events).close()
     assert all(path.name.startswith("step_") for path in folder.iterdir())

@@ -88,7 +88,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(state=st.dictionaries(keys, trees, max_size=4))
 @example(state={"$tensor": {"$tuple": [1], 3: torch.ones(2)}, "x": {"$dict": 0}, "y": ({0: {}},)})
 def test_any_tree_survives_json(state: dict[str, Any], assert_same: Any) -> None:
