@@ -25,12 +25,11 @@ def bits() -> ModuleType:
     return module
 
 
-# when a kill comes depends on the machine's speed: the next resume may have something to report; its bits are the same
-@pytest.mark.parametrize(("first", "count", "row"), [(0, 1, r"1 \| (0 \| 1|1 \| 0)"), (15, 2, r"2 \| 2 \| 0")])
-def test_some_faults_lose_nothing(run_python: Callable[..., Any], first: int, count: int, row: str) -> None:
-    done = run_python(HERE, "--first", str(first), "--faults", str(count))
+def test_some_faults_lose_nothing(run_python: Callable[..., Any]) -> None:
+    done = run_python(HERE, "--first", "14", "--faults", "2")  # a kill and damage, and damage alone
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"\| all \| {row} \| 0 \|", done.stdout), done.stdout
+    # when a kill comes depends on the machine's speed: it may leave nothing to damage
+    assert re.search(r"\| all \| 2 \| (2 \| 0|1 \| 1) \| 0 \|", done.stdout), done.stdout
 
 
 def test_the_comparison_finds_one_changed_bit(bits: ModuleType) -> None:

@@ -210,18 +210,6 @@ def test_random_numbers_continue_where_the_checkpoint_was(config: Configs) -> No
     resumed.run.close(None)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) -> None:
-    common = ("run.name=run", "run.resume=auto", "checkpoint.every=2")
-    run = stopped_after(config(*common), 5)
-    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
-    assert newest.name == "step_00000005"
-    file = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-10])
-    trainer, _ = train(config(*common))
-    assert trainer.run.folder.first_step == 4
-    assert any(file.name in line["message"] for line in events(run))
-
-
 def test_a_run_may_resume_in_another_precision(config: Configs) -> None:
     run = stopped_after(config("+recipe=fp8_delayed", "run.name=run", "run.resume=auto"), 3)
     _, same = train(config("+recipe=bf16", "run.name=run", "run.resume=auto"))
