@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 import re
 import signal
 import subprocess
@@ -246,9 +245,6 @@ def test_the_runs_of_a_sweep_over_names_have_those_names(call: Call, recorder: R
     assert [config.run.name for config, _ in recorder.runs] == ["x", "y"]
     assert call("-m", "run.name=x,y", "trainer.seed=1,2") == 0
     assert len({config.run.name for config, _ in recorder.runs[2:]}) == 4
-    long = "x" * 125
-    assert call("-m", f"run.name={long}", "trainer.seed=1,2") == 0
-    assert [config.run.name for config, _ in recorder.runs[6:]] == [f"{long}_0", f"{long}_1"]
 
 
 def test_a_sweep_whose_second_run_has_no_place_trains_none(
@@ -286,7 +282,7 @@ def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, c
     first, second = (Path(f"runs/x/checkpoints/step_0000000{step}") for step in (1, 2))
     first.mkdir(parents=True)
     second.mkdir()
-    for places in ("runs/x,./runs/x/", f"{first},{second}", f"{first},runs/x"):
+    for places in ("runs/x,./runs/x/", f"{first},{second}"):
         assert call("-m", f"run.resume={places}") == 2
         assert "2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert recorder.runs == []
@@ -320,9 +316,8 @@ def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["train.py", "scripts/sample.py"])
-def test_a_current_folder_that_was_deleted_is_named_as_such(name: str, tmp_path: Path):
-    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, str(ROOT / name), "."]
+def test_a_current_folder_that_was_deleted_is_named_as_such(tmp_path: Path):
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, str(ROOT / "scripts/sample.py"), "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     expected = "octet: error: the current folder was deleted; change to one that exists\n"
     assert (done.returncode, done.stderr) == (2, expected)
@@ -374,57 +369,33 @@ def test_a_run_does_not_end_because_its_errors_cannot_be_printed(
         assert call() == 0 and len(recorder.runs) == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["train.py", "--help"], ["train.py", "dry_run=true"], ["scripts/plan_parallelism.py", "--gpus=8"]]
-)
-def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_nobody_reads_is_none(
-    words: list[str], tmp_path: Path
-):
-    """Though Python, which buffers it, would learn that at exit."""
-    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    reader, unread = os.pipe()
-    os.close(reader)
-    for file, expected in (
-        (os.open("/dev/full", os.O_WRONLY), (1, "octet: error: No space left on device; free space\n")),
-        (unread, (141, "")),
-    ):
-        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=buffered, stdout=file, stderr=subprocess.PIPE, text=True, check=False
-        )
-        os.close(file)
-        assert (done.returncode, done.stderr) == expected
+QUICK = {
+    "--help": "python train.py +recipe=fp8_delayed",
+    "--cfg job +recipe=fp8_jit": "num_experts_per_token",
+    "optim.lrr=1": "octet: error: optim.lrr=1: there is no such key; did you mean optim.lr?",
+    "optim.lr=-1": "octet: error: optim.lr=-1.0: out of range",
+    "trainer.microbatch_size=3": "octet: error: trainer.microbatch_size=3: it does not divide",
+    "parallel.tensor=2": "octet: error: parallel.tensor=2: it does not divide the one process",
+    "model.num_experts=1": "octet: error: model.num_experts_per_token=2: only 1 expert;",
+    "+recipe=fp8_jit precision.scaling.margin=9": "octet: error: precision.scaling.margin=9",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (
-            ["--help"],
-            0,
-            [
-                "python train.py +recipe=fp8_delayed",
-                "bf16, cpu_demo, fp16, fp8_block, fp8_delayed, fp8_full, fp8_jit",
-                "max_steps",
-            ],
-        ),
-        (["--cfg", "job", "+recipe=fp8_jit"], 0, ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
-        (["optim.lrr=1"], 2, ["octet: error: optim.lrr=1: there is no such key; did you mean optim.lr?"]),
-        (["optim.lr=-1"], 2, ["octet: error: optim.lr=-1.0: out of range"]),
-        (["trainer.microbatch_size=3"], 2, ["octet: error: trainer.microbatch_size=3: it does not divide"]),
-        (["parallel.tensor=2"], 2, ["octet: error: parallel.tensor=2: it does not divide the one process"]),
-        (["model.num_experts=1"], 2, ["octet: error: model.num_experts_per_token=2: only 1 expert;"]),
-        (["+recipe=fp8_jit", "precision.scaling.margin=9"], 2, ["octet: error: precision.scaling.margin=9"]),
-    ],
-)
-def test_help_cfg_and_mistakes_are_quick_they_import_no_torch(
-    arguments: list[str], code: int, says: list[str], tmp_path: Path
-):
-    program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
-    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    program += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
-    command = [sys.executable, "-c", program, str(ROOT / "train.py"), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith(f"code {code} False\n") and (code != 0 or done.stderr == "")
-    assert all(text in done.stdout + done.stderr for text in says)
+def test_help_cfg_and_mistakes_are_quick_they_import_no_torch(tmp_path: Path):
+    program = """
+import runpy, sys
+path, *lines = sys.argv[1:]
+for line in lines:
+    sys.argv = [path, *line.split()]
+    try: runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop: print("\\nended", stop.code, "torch" in sys.modules, flush=True)
+"""
+    command = [sys.executable, "-c", program, str(ROOT / "train.py"), *QUICK]
+    pipe, together = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, cwd=tmp_path, stdout=pipe, stderr=together, text=True, check=False)
+    printed = re.split(r"ended (\d) (\w+)\n", done.stdout)
+    assert printed[1::3] == ["0", "0", *["2"] * 6] and printed[2::3] == ["False"] * 8
+    for said, (line, expected) in zip(printed[::3], QUICK.items(), strict=False):
+        assert expected in said, line
+    assert "bf16, cpu_demo, fp16, fp8_block, fp8_delayed, fp8_full, fp8_jit" in printed[0] and "max_steps" in printed[0]
     assert list(tmp_path.iterdir()) == []

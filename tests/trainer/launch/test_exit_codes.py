@@ -84,6 +84,26 @@ def test_user_and_run_errors_are_one_line(
     assert capsys.readouterr().err == says
 
 
+def ask_for_help() -> None:
+    print("help")
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("main", [lambda: print("a result"), lambda: print("a result", flush=True), ask_for_help])
+def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_no_one_reads_is_none(
+    main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though Python, which buffers it, would learn that at exit."""
+    reader, unread = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for file, code, says in ((full, 1, "octet: error: No space left on device; free space\n"), (unread, 141, "")):
+        monkeypatch.setattr(sys, "stdout", os.fdopen(file, "w"))
+        assert guarded(main) == code
+        assert capsys.readouterr().err == says
+        sys.stdout.close()
+
+
 def test_a_signal_waits_for_the_end_of_an_import_and_a_second_one_does_not() -> None:
     """Within an import torch's C++ aborts, and a library that tries one swallows the exception."""
     rank_group, seen = RankGroup(), []

@@ -19,7 +19,7 @@ from trainer.config.paths import kept_tree
 from trainer.config_diff import without_secrets
 from trainer.digests import accept_stamped, stamped
 from trainer.launch.command_line import guarded
-from trainer.launch.composition import Job, compose
+from trainer.launch.composition import Job, _as_text, compose
 from trainer.launch.launcher import Launch
 from trainer.run.names import CHECKPOINTS
 from trainer.run.own_settings import own_settings
@@ -184,13 +184,20 @@ def test_a_mistyped_path_is_refused_before_any_program_takes_the_defaults(typed:
 
 
 @pytest.mark.parametrize("name", ["2026_01_02", "1e5", "nan", "007", "-1", "1.50"])
-def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str, typed: Callable[..., Job]) -> None:
-    assert load(typed(f"run.name={name}", "trainer.seed=1_0").tree).run.name == name
-    assert load(typed(f"data.exclude=[{name},old, {name}]").tree).data.exclude == [name, "old", name]
-    job = typed("-m", f"run.name=x,{name}", f"data.mix=[{{name:{name}, path: {name} }},{{name:b,path:'x,{name},'}}]")
-    config = load(job.tree)
-    found = [(entry.name, entry.path) for entry in config.data.mix or []]
-    assert (config.run.name, found) == (name, [(name, name), ("b", f"x,{name},")])
+def test_a_name_that_looks_like_a_number_is_taken_as_typed(name: str) -> None:
+    """In a list, a sweep, a list of sections; not where the key takes a number, or in quotes."""
+    mix = f"data.mix=[{{name:{name}, path: {name} }}]"
+    for key in (f"data.exclude=[{name},old, {name}]", f"run.name=x,{name}", mix):
+        assert _as_text(key) == key.replace(name, f"'{name}'")
+    for key in (f"trainer.seed={name}", f"run.name='x,{name},'"):
+        assert _as_text(key) == key
+
+
+def test_a_name_of_digits_reaches_the_config(typed: Callable[..., Job]) -> None:
+    mix = "data.mix=[{name:007, path: 1e5 },{name:b,path:'x,007,'}]"
+    config = load(typed("-m", "run.name=x,2026_01_02", "data.exclude=[007,old, 1.50]", mix, "trainer.seed=1_0").tree)
+    assert [(entry.name, entry.path) for entry in config.data.mix or []] == [("007", "1e5"), ("b", "x,007,")]
+    assert (config.run.name, config.data.exclude, config.trainer.seed) == ("2026_01_02", ["007", "old", "1.50"], 10)
 
 
 def test_a_key_in_a_list_is_taken_as_messages_name_it(typed: Callable[..., Job]) -> None:
