@@ -100,7 +100,7 @@ def main() -> int:
     def run() -> None:
         rank_group.join(os.environ)
         if fault in ("absent", "wrong") and rank_group.launch.rank == 1:
-            time.sleep(5)
+            time.sleep(2)
             Path(folder).touch()  # when
             fail({"absent": "kill", "wrong": "mistake"}[fault], 1)
         world = init(torch.device("cpu"), rank_group, timeout)

@@ -91,7 +91,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_of_one_rank_ends_all_and_is_reported_once(fault: str, tmp_path: Path, run: Run):
     began = time.monotonic()
-    code, out, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault], tmp_path)
+    timeout = ["6", "4"] if fault in ("hang", "lag") else []  # elsewhere a loaded machine may take its time
+    code, out, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault, *timeout], tmp_path)
     expected, says = FAULTS[fault]
     folder = tmp_path / "runs" / "a"
     assert code == expected and time.monotonic() - began < 60, err
@@ -156,7 +157,6 @@ def test_a_signal_before_training_also_ends_ranks_that_cannot_handle_it(tmp_path
     [
         ([], ["parallel=fsdp", "model.dimm=3"], "error: model.dimm=3: there is no such key"),
         ([], ["+recipe=bf16"], "set parallel.shard=-1, which uses all, or start one process"),
-        ([], ["-m", "parallel=fsdp", "+recipe=bf16,fp8_jit"], "error: -m: torchrun starts one run"),
         (["--max_restarts=1"], ["parallel=fsdp"], "error: --max-restarts=1: a run without a name"),
     ],
 )

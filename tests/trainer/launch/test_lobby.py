@@ -46,7 +46,7 @@ def main() -> int:
     rank_group = RankGroup()
     fault, who = sys.argv[1], int(sys.argv[2])
     # short where something is waited for in vain; elsewhere a loaded machine may take its time
-    heartbeat.PULSE_SECONDS, heartbeat.SILENCES = 0.5, 9 if fault == "SIGSTOP" else 240
+    heartbeat.PULSE_SECONDS, heartbeat.SILENCES = 0.5, 6 if fault == "SIGSTOP" else 240
     met = fault in ("refused", "refused late", "mistake", "import") and (fault, who) != ("refused", 1)
     heartbeat.PATIENCE = 20.0 if met else 2.0
     if fault == "none":
@@ -126,7 +126,7 @@ def test_ranks_meet_however_late_one_of_them_is(pair: Pair) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "how"),
-    [("SIGKILL", "(was killed by SIGKILL.*|has died)"), ("SIGSTOP", "has been unresponsive for 4 s .*")],
+    [("SIGKILL", "(was killed by SIGKILL.*|has died)"), ("SIGSTOP", "has been unresponsive for 3 s .*")],
 )
 def test_one_that_dies_or_stops_is_named_by_the_other(pair: Pair, who: int, fault: str, how: str) -> None:
     pair.start(fault, who)
@@ -178,16 +178,16 @@ def test_one_that_leaves_ends_all(pair: Pair) -> None:
 
 def test_rank_0_that_never_comes_is_named_and_the_wait_hears_a_signal(pair: Pair) -> None:
     pair.start("none", 0, ranks=(1,))
+    waits = pair.ranks[1]
+    pair.start("none", 0, ranks=(1,))
+    time.sleep(2)
+    pair.ranks[1].send_signal(signal.SIGINT)
+    assert pair.end(1)[0] == 128 + signal.SIGINT
+    pair.ranks[1] = waits
     code, err = pair.end(1)
     assert code == 1 and re.match(
         r"octet: error: rank 0 did not answer at 127\.0\.0\.1:\d+ within 4 s \(Connection ", err
     ), err
-    pair.start("none", 0, ranks=(1,))
-    time.sleep(2)
-    began = time.monotonic()
-    pair.ranks[1].send_signal(signal.SIGINT)
-    assert pair.end(1)[0] == 128 + signal.SIGINT
-    assert time.monotonic() - began < 30  # it had waited for 300 s
 
 
 @pytest.mark.parametrize("who", [0, 1])
