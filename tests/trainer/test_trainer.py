@@ -64,7 +64,7 @@ def stopped_after(config: Config, steps: int) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) -> None:
-    cfg = config(f"+recipe={recipe}", "trainer.max_steps=20", "optim.lr=1e-2", "eval.every=10")
+    cfg = config(f"+recipe={recipe}", "trainer.max_steps=12", "optim.lr=1e-2", "eval.every=6")
     trainer, run = train(cfg)
     logged = metrics(run, "loss/lm")
     assert abs(logged[0]["loss/lm"] - math.log(320)) < 0.1
@@ -85,14 +85,14 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     assert logged[-1]["loss/total"] == pytest.approx(
         logged[-1]["loss/lm"] + 0.3 * logged[-1]["loss/mtp"] + logged[-1]["loss/balance"], rel=1e-5
     )
-    assert [line["step"] for line in metrics(run, "loss/validation")] == [10, 20]
+    assert [line["step"] for line in metrics(run, "loss/validation")] == [6, 12]
     for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
         assert (run / name).stat().st_size >= 0
     assert (run / "precision_plan.txt").read_text() == trainer.run.engine.plan.to_text()
     backends = json.loads((run / "backends.json").read_text())
     assert {row["backend"] for row in backends["rows"].values()} == {"reference"} and backends["gpu"] is None
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000020"]
-    assert int(trainer.run.engine.guard.committed) == 20
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000012"]
+    assert int(trainer.run.engine.guard.committed) == 12
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp8_delayed"])
