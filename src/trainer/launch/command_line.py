@@ -44,9 +44,6 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller, as with >&-
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal that cannot show a character shows a substitute
     handlers, is_script = {}, rank_group is None
@@ -60,45 +57,15 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group.judge = judge
     try:
-        with _own_warnings_in_one_line():
-            try:
-                _check_current_folder()
-                main()
-            except SystemExit:
-                sys.stdout.flush()  # what `--help` prints is its result, and at exit its loss goes unreported
-                raise
-        if is_script:
-            sys.stdout.flush()  # so is what a script prints
+        _run(main, is_script)
     except SystemExit:  # --help, --cfg job: the others may not have it
         rank_group.leave()
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if (
-            isinstance(error, BrokenPipeError) and not rank_group.connected and _has_no_reader(sys.stdout)
-        ):  # `--help | head`
-            return CUT_OFF
-        rank_group.decided()
-        end = _judge(error, rank_group.stop_signal)
-        if rank_group.connected and end.by_signal:
-            rank_group.stopped(end.message or "", end.code)
-        if rank_group.connected and not end.orderly:
-            of_all = end.code == REFUSED and not isinstance(error, OSError)  # a file may be denied to one rank alone
-            rank_group.failed(error, end.code, end.message, of_all)
-        first = (
-            rank_group.launch.is_first
-            if rank_group.connected
-            else rank_group.is_reporter(end.message or repr(error), end.code)
-        )
-        if end.message is None and first:
-            if rank_group.launch.size > 1:
-                error.add_note(f"on rank {rank_group.launch.rank}")
+        code = _report(error, rank_group)
+        if code is None:
             raise
-        if end.message is not None and first:
-            with contextlib.suppress(OSError):  # its terminal may be closed
-                print(f"octet: {end.message}", file=sys.stderr, flush=True)
-        rank_group.launch.write_error_file(end.message or repr(error))
-        rank_group.leave()
-        return rank_group.exit(end.code)
+        return code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -108,6 +75,46 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
             except OSError:  # its terminal is gone; else Python would exit with 120
                 _discard(stream)
     return OK
+
+
+def _run(main: Callable[[], None], is_script: bool) -> None:
+    """Run main(). Raises OSError if its result, such as the help, cannot be written: Python ignores that at exit."""
+    with _own_warnings_in_one_line():
+        _check_current_folder()
+        try:
+            main()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        if is_script:
+            sys.stdout.flush()
+
+
+def _report(error: BaseException, rank_group: RankGroup) -> int | None:
+    """Report the error that ended main, once for all processes, and leave them. Returns the exit code; None for a bug,
+    which the caller raises again."""
+    connected, launch = rank_group.connected, rank_group.launch
+    if isinstance(error, BrokenPipeError) and not connected and _has_no_reader(sys.stdout):  # `--help | head`
+        return CUT_OFF
+    rank_group.decided()
+    end = _judge(error, rank_group.stop_signal)
+    if connected and end.by_signal:
+        rank_group.stopped(end.message or "", end.code)
+    if connected and not end.orderly:
+        of_all = end.code == REFUSED and not isinstance(error, OSError)  # a file may be denied to one rank alone
+        rank_group.failed(error, end.code, end.message, of_all)
+    reason = end.message or repr(error)
+    launch.write_error_file(reason)
+    first = launch.is_first if connected else rank_group.is_reporter(reason, end.code)
+    if first and end.message is None:
+        if launch.size > 1:
+            error.add_note(f"on rank {launch.rank}")
+        return None
+    if first:
+        with contextlib.suppress(OSError):  # its terminal may be closed
+            print(f"octet: {end.message}", file=sys.stderr, flush=True)
+    rank_group.leave()
+    return rank_group.exit(end.code)
 
 
 def _check_current_folder() -> None:
@@ -206,8 +213,7 @@ def _of_a_file(error: OSError) -> str:
 
 def _one_line(text: str) -> str:
     """Return a message, which may quote files, without cursor control, on one line of bounded length."""
-    line = " ".join(text.split())
-    line = (
-        line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
-    )
+    line, half = " ".join(text.split()), LONGEST_MESSAGE // 2
+    if len(line) > LONGEST_MESSAGE:
+        line = f"{line[:half]} ... {line[-half:]}"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

@@ -349,12 +349,6 @@ def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: py
     assert call(*arguments, advice) == 0
 
 
-def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.MonkeyPatch):
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
-
-
 def test_a_letter_that_the_terminal_lacks_ends_no_program(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown := io.BytesIO(), "ascii", write_through=True))
     assert guarded(lambda: print("runs/\u00fc")) == 0 and shown.getvalue() == b"runs/?\n"

@@ -171,7 +171,6 @@ class RankGroup:
         """
         if self.launch.size == 1:
             return True
-        self.launch.write_error_file(message)
         if self._lobby is not None:
             return self._lobby.decide(message, code)
         if not self.launch.agent_store:  # it has failed in `join`
