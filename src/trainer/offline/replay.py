@@ -38,7 +38,7 @@ from trainer.files import parse_lines
 from trainer.forecast.preflight import check
 from trainer.launch.device import pick_device
 from trainer.offline.saved_model import ONE_PROCESS, config_at, with_overrides
-from trainer.recovery.ladder import Ladder
+from trainer.recovery.ladder import Ladder, Rewind
 from trainer.recovery.nonfinite_probe import NonfiniteProbe, probe_microbatch
 from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, METRICS
 from trainer.run.run_folder import saved_backends
@@ -59,7 +59,7 @@ class ReplayTarget:
     step: int
     checkpoint: Path | None
     first: int
-    rewinds: list[dict[str, Any]]
+    rewinds: list[Rewind]
     event: dict[str, Any] | None
     """The run's event about the step if it was skipped."""
     logged: dict[str, Any] | None
@@ -121,7 +121,7 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
     if skipped:  # later ones belong to a later history
         earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: skipped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
-        newest = min([step - 1, *(rewind["to"] for rewind in later)])
+        newest = min([step - 1, *(rewind.to for rewind in later)])
         metrics = [] if later else metrics
     else:
         newest = step - 1

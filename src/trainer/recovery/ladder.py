@@ -16,7 +16,7 @@ after a rewind loses neither the windows left out nor the number of rewinds. Che
 is stopped within one. All ranks read the same verdicts and act together; rank 0 chooses and writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -159,45 +159,30 @@ class Ladder:
         """Return whether a step is the first after a checkpoint that a rewind went back to."""
         return any(rewind.to == step - 1 for rewind in self.rewinds)
 
-    def write(self, choice: Rewind, on_event: OnEvent) -> None:
-        """Write all rewinds and `choice` to the run folder. A failing disk does not end the run."""
-        rewinds = [asdict(rewind) for rewind in [*self.rewinds, choice]]
-        path = self._folder / RECOVERY
-        try:
-            write_signed(path, {"rewinds": rewinds})
-        except OSError as error:
-            why = f"{path} cannot be written ({error.strerror or error}): this rewind is lost if the run is killed"
-            on_event("rollback", choice.step, why, failed=True)
+    def write(self, choice: Rewind) -> None:
+        """Write all rewinds and `choice` to the run folder."""
+        write_signed(self._folder / RECOVERY, {"rewinds": [asdict(rewind) for rewind in [*self.rewinds, choice]]})
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return all rewinds in the run folder, for `load_state_dict`. Raises UserError if the file is damaged."""
+    def read(self) -> list[Rewind]:
+        """Return all rewinds in the run folder. Raises UserError if the file is damaged."""
         path = self._folder / RECOVERY
         if not path.is_file():
             return []
         why = "remove it; the data that was left out is then read again"
         entries = read_signed(path, ("rewinds",), why)["rewinds"]
         try:
-            return [asdict(_rewind(entry)) for entry in entries]
-        except (KeyError, TypeError, ValueError) as error:
+            return [Rewind(**{field.name: entry[field.name] for field in fields(Rewind)}) for entry in entries]
+        except (KeyError, TypeError) as error:
             raise UserError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the streak, for the checkpoint."""
         return {"streak": [asdict(step) for step in self.streak]}
 
-    def load_state_dict(self, state: Mapping[str, Any], rewinds: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rewinds: list[Rewind]) -> None:
         """Resume from a checkpoint. rewinds: as read by rank 0."""
         self.streak = [SkippedStep(**step) for step in state.get("streak", [])]
-        self.rewinds = [_rewind(entry) for entry in rewinds]
-
-
-def _rewind(entry: Mapping[str, Any]) -> Rewind:
-    found = Rewind(**{field.name: entry[field.name] for field in fields(Rewind)})
-    found.windows = [[int(begin), int(end)] for begin, end in found.windows]
-    numbers = (found.step, found.first, found.to, found.attempt, found.lr_until)
-    if not all(isinstance(number, int) for number in numbers) or not isinstance(found.lr_factor, int | float):
-        raise TypeError(f"not numbers in {entry}")
-    return found
+        self.rewinds = rewinds
 
 
 def _step(checkpoint: Path | None) -> int | None:
