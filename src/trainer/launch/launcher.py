@@ -12,10 +12,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from precision.errors import UserError
+
+MOST = 999_999
 
 
 @dataclass(frozen=True)
@@ -43,41 +46,21 @@ class Launch:
         """Read the environment. Raises UserError, one line, for incompatible variables."""
         if "WORLD_SIZE" not in environment:
             return cls()
-        size = _number(environment, "WORLD_SIZE", None)
-        if size < 1:
-            raise UserError(
-                f"WORLD_SIZE={size}: the number of processes is 1 or more; start with torchrun, which sets it"
-            )
-        rank = _number(environment, "RANK", 0 if size == 1 else None)
-        if not 0 <= rank < size:
-            raise UserError(
-                f"RANK={rank}: ranks go from 0 to WORLD_SIZE-1={size - 1}; start with torchrun, which sets it"
-            )
+        number = partial(_number, environment)
+        size = number("WORLD_SIZE", 1, MOST)
+        alone = 0 if size == 1 else None
         if size > 1 and not environment.get("MASTER_ADDR"):
             raise UserError(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
-        local_rank = _number(environment, "LOCAL_RANK", 0 if size == 1 else None)
-        if not 1 <= (local_size := _number(environment, "LOCAL_WORLD_SIZE", 1)) <= size:
-            raise UserError(
-                f"LOCAL_WORLD_SIZE={local_size}: processes of this machine, 1 to WORLD_SIZE={size}; start with "
-                "torchrun, which sets it"
-            )
-        if local_rank >= local_size:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: ranks of this machine go from 0 to LOCAL_WORLD_SIZE-1={local_size - 1}; "
-                "start with torchrun, which sets both"
-            )
-        port = _number(environment, "MASTER_PORT", 0 if size == 1 else None)
-        if size > 1 and not 0 < port < 2**16:
-            raise UserError(f"MASTER_PORT={port}: ports are 1 to 65535; start with torchrun, which sets it")
+        local_size = number("LOCAL_WORLD_SIZE", 1, size, "WORLD_SIZE=", default=1)
         return cls(
-            rank=rank,
-            local_rank=local_rank,
+            rank=number("RANK", 0, size - 1, "WORLD_SIZE-1=", default=alone),
+            local_rank=number("LOCAL_RANK", 0, local_size - 1, "LOCAL_WORLD_SIZE-1=", default=alone),
             size=size,
             local_size=local_size,
             address=environment.get("MASTER_ADDR", ""),
-            port=port,
-            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-            max_restarts=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
+            port=number("MASTER_PORT", 0, 65535, default=alone),
+            attempt=number("TORCHELASTIC_RESTART_COUNT", 0, MOST, default=0),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, MOST, default=0),
             under_torchrun="TORCHELASTIC_RUN_ID" in environment,
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
@@ -96,10 +79,15 @@ class Launch:
                 Path(self.error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, least: int, most: int, label: str = "", default: int | None = None
+) -> int:
+    """Return a variable's value, from `least` to `most`. label: what `most` is, for the message."""
     text = environment.get(name, "" if default is None else str(default))
-    if not text and (size := environment.get("WORLD_SIZE")):
+    if not text and name != "WORLD_SIZE":
+        size = environment["WORLD_SIZE"]
         raise UserError(f"{name}: not set, where WORLD_SIZE={size} is; start with torchrun, or unset WORLD_SIZE")
-    if not text.isdigit():
-        raise UserError(f"{name}={text}: it must be a number; start with torchrun, which sets it")
+    if not text.isdigit() or not least <= int(text) <= most:
+        what = f"must be a number from {least} to {label}{most}"
+        raise UserError(f"{name}={text}: {what}; start with torchrun, which sets it")
     return int(text)
