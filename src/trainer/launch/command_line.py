@@ -22,7 +22,8 @@ from typing import Any, NoReturn, TextIO
 
 from precision.errors import RunError, UserError
 from trainer.files import FULL, SOURCE
-from trainer.launch.liveness.rank_group import RankGroup, Terminated
+from trainer.launch.interrupts import Terminated
+from trainer.launch.liveness.rank_group import RankGroup
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 LONGEST_MESSAGE = 4000

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.launch.interrupts import stopping
 from trainer.launch.liveness.exit_report import pending_operation
-from trainer.launch.liveness.rank_group import stopping
 
 if TYPE_CHECKING:
     from torch.distributed import Work

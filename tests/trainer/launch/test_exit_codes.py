@@ -13,7 +13,8 @@ import torch
 
 from precision.errors import UserError
 from trainer.launch.command_line import guarded
-from trainer.launch.liveness.rank_group import RankGroup, Terminated
+from trainer.launch.interrupts import Terminated
+from trainer.launch.liveness.rank_group import RankGroup
 from trainer.step.guard import TrainingStopped
 
 ROOT = Path(__file__).parents[3]

@@ -26,8 +26,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from trainer.launch.interrupts import Interrupts, stopping
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
 from trainer.launch.liveness.blame import Blame
@@ -40,30 +41,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, without declaring it
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP outside training, which would save first."""
-
-
-def stopping() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop: Ctrl-C, a scheduler's, and SIGHUP unless nohup ignores it."""
-    hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears else [])]
-
-
-class RankGroup:
+class RankGroup(Interrupts):
     """This process's part in the job.
 
-    step: the last one it has begun; 0: none yet. stop_signal: number of the signal that asked it to stop before it
-    trained; 0: none. all_connected: whether all ranks have connected. on_end: called with the failure, in the process
-    that reports them. on_leave: called when all have finished their work. overdue: whether the others should have
-    reached this rank's position; asked by the heartbeat, while main may wait for the GPU. judge: the message (None: a
-    bug) and exit code of an error that ends this rank, None for one with which all ranks end alike.
+    step: the last one it has begun; 0: none yet. all_connected: whether all ranks have connected. on_end: called with
+    the failure, in the process that reports them. on_leave: called when all have finished their work. overdue: whether
+    the others should have reached this rank's position; asked by the heartbeat, while main may wait for the GPU. judge:
+    the message (None: a bug) and exit code of an error that ends this rank, None for one with which all ranks end
+    alike.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.launch = Launch()
         self.step = 0
-        self.stop_signal = 0
         self.all_connected = False
         self.overdue: Callable[[], bool] = lambda: False
         self.judge: Callable[[BaseException], tuple[str | None, int] | None] = lambda error: (None, 1)
@@ -372,38 +363,11 @@ class RankGroup:
             if self._store is not None:
                 self._store.set("reported", None, "1")
 
-    def listen(self) -> dict[signal.Signals, Any]:
-        """Make stop signals raise, and record them. Returns the previous handlers."""
-        return {number: signal.signal(number, self._interrupt) for number in stopping()}
-
-    @contextlib.contextmanager
-    def importing(self) -> Iterator[None]:
-        """Import libraries that a signal must not interrupt; the first one inside is raised at the end. Within torch's
-        C++ it would abort the process, and code that tries an import may swallow it and leave half a module."""
-        before = {number: signal.signal(number, self._record) for number in stopping()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if self.stop_signal:
-            self._interrupt(self.stop_signal, None)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal:
-            self._interrupt(number, frame)
-        self.stop_signal = number
-
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Handle torchrun's signal after a rank ended: then the heartbeat knows of the failure, and is quicker than
         this."""
         time.sleep(2 * LOOK_SECONDS)
         self._interrupt(number, frame)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Raise, and record the signal: a library on the stack may swallow the exception."""
-        self.stop_signal = number
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _exit(code: int) -> NoReturn:
