@@ -1,6 +1,7 @@
 """Errors that are not bugs: the command line prints them in one line, and all others with their traceback. And the
 words of messages."""
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 
@@ -20,3 +21,9 @@ def refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
 def counted(count: int, noun: str) -> str:
     """Return `1 step`, `2,000 steps`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(items: Sequence[object], most: int) -> str:
+    """Return the first items and the number of the others: `a, b and 3 more`."""
+    shown = ", ".join(map(str, items[:most]))
+    return shown + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import torch
 
-from precision.errors import UserError
+from precision.errors import UserError, listed
 from trainer.config import Config
 from trainer.config_diff import HIDDEN, flat, is_secret
 from trainer.files import SOURCE
@@ -39,8 +39,9 @@ def agree(world: World, config: Config, plan: str) -> None:
             others = [rank for rank, value in enumerate(values) if value != usual]
             shown = [HIDDEN, "another value"] if is_secret(key) else [values[others[0]], usual]
             raise UserError(
-                f"{key}={shown[0]} on {_ranks(others)}, {shown[1]} on the others: all ranks of a run have the same "
-                "config, code and torch; start them with the same command, from the same checkout"
+                f"{key}={shown[0]} on rank{'s' * (len(others) > 1)} {listed(others, 8)}, {shown[1]} on the others: all "
+                "ranks of a run have the same config, code and torch; start them with the same command, from the same "
+                "checkout"
             )
     raise AssertionError("digests differ and facts do not")
 
@@ -53,15 +54,3 @@ def _versions() -> dict[str, str]:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
-
-
-def _ranks(ranks: list[int]) -> str:
-    """[3] -> 'rank 3', [1, 2, 3, 7] -> 'ranks 1-3, 7'."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import yaml
 from omegaconf import OmegaConf
 
-from precision.errors import UserError, counted
+from precision.errors import UserError, counted, listed
 from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
@@ -320,9 +320,8 @@ def check_shared(path: Path | None, world: "World", patience: float = SHARED_SEC
     if mark is not None:
         mark.unlink(missing_ok=True)
     if blind := [rank for rank, place in enumerate(places) if place]:
-        others = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise UserError(
-            f"run.dir={made.parent.parent}: rank {blind[0]}{others} does not see the folder that rank 0 has opened "
+            f"run.dir={made.parent.parent}: rank {listed(blind, 1)} does not see the folder that rank 0 has opened "
             f"({places[blind[0]]}); every rank writes its part of a checkpoint there: start all ranks with one run.dir "
             "on a file system that all nodes share"
         )

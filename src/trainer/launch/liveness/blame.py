@@ -1,5 +1,6 @@
 """Finds the rank that made a collective operation fail or time out."""
 
+from precision.errors import listed
 from trainer.launch.liveness import heartbeat
 from trainer.launch.liveness.exit_report import classify_collective_error, pending_operation, timed_out_operation
 from trainer.launch.liveness.job_store import Failure, JobStore, when
@@ -37,12 +38,9 @@ class Blame:
         if failure is not None or not gone:
             return failure
         step = max(step, self._store.position(gone[0])[0])
-        named = ", ".join(self._store.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (
-            len(gone) > 4
-        )
-        return Failure(
-            f"error: {named} has closed its connections and is gone, {when(step)}", 1, gone[0], self._rank, step
-        )
+        named = listed([self._store.describe(rank) for rank in gone], 4)
+        message = f"error: {named} has closed its connections and is gone, {when(step)}"
+        return Failure(message, 1, gone[0], self._rank, step)
 
     def _absent(self) -> Failure:
         """Return the failure of the ranks missing in a collective operation: those neither waiting as this one nor

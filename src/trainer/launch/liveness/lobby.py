@@ -26,7 +26,7 @@ import threading
 import time
 from typing import Any, Protocol
 
-from precision.errors import RunError
+from precision.errors import RunError, listed
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat
 from trainer.launch.liveness.exit_report import describe_exit, this_process
@@ -144,8 +144,7 @@ class LobbyServer(_Lobby):
         began, is_printed, self._waits = time.monotonic(), False, True
         while missing := set(range(1, self._launch.size)) - self._connected:
             waited = time.monotonic() - began
-            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)[:8]))}"
-            who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            who = f"rank{'s' if len(missing) > 1 else ''} {listed(sorted(missing), 8)}"
             if waited > ALL_SECONDS:
                 why = f"did not connect to {self._place} within {ALL_SECONDS:.0f} s"
                 raise RunError(f"{who} {why}; start as many ranks as WORLD_SIZE")
