@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -77,7 +76,6 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last = -1
-        self._last_reported = ""
         self._group: ProcessGroup | None = None
         self._is_first, self._attempt = True, ""
         if world is not None and world.is_distributed:
@@ -187,13 +185,8 @@ class Checkpointer:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                if reason != self._last_reported:  # not by the attempt before
-                    self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
-                self._last_reported = reason
-            fix = "free space or set run.dir"
-            with suppress(OSError):  # the whole disk may be away
-                if list_checkpoints(self.folder):  # another run.dir would not resume from them
-                    fix = "earlier checkpoints are intact, free space or move the run's folder, then resume"
+                self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
+            fix = "free space or move the run's folder, then resume; earlier checkpoints are intact"
             raise CheckpointError(f"checkpoint of {reason}; {fix}") from error
         if files is None:  # of another rank than 0
             return

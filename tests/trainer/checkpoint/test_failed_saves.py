@@ -1,6 +1,5 @@
 """A save that fails costs one checkpoint and nothing else."""
 
-import errno
 import resource
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(failure.value, OSError) and str(failure.value).endswith(
-        "File too large; earlier checkpoints are intact, free space or move the run's folder, then resume"
+        "File too large; free space or move the run's folder, then resume; earlier checkpoints are intact"
     )
     assert events.heard[-1][0] == "alert"
     assert events.heard[-1][3] == {"rule": "checkpoint", "path": str(folder / "step_00000002"), "failed": True}
@@ -44,7 +43,7 @@ def test_training_continues_after_a_failed_save(checkpointer: Checkpointer, fold
     folder.write_text("in the way")
     for step in (1, 2):
         checkpointer.save(step, {"t": torch.ones(3)}, {})
-    with pytest.raises(CheckpointError, match=rf"{folder}.*; free space"):  # there are no earlier ones
+    with pytest.raises(CheckpointError, match=rf"{folder}.*; free space"):
         checkpointer.wait()
     assert [(kind, step, what["rule"]) for kind, step, _, what in events.heard] == [
         ("alert", 1, "checkpoint"),
@@ -54,34 +53,3 @@ def test_training_continues_after_a_failed_save(checkpointer: Checkpointer, fold
     checkpointer.save(3, {"t": torch.ones(3)}, {})
     checkpointer.wait()
     assert [path.name for path in list_checkpoints(folder)] == ["step_00000003"]
-
-
-def test_a_disk_that_is_away_for_a_save_costs_that_checkpoint_only(
-    checkpointer: Checkpointer, folder: Path, events: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(path: Path, *_: object, **more: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
-
-    checkpointer.save(1, {"t": torch.ones(3)}, {})
-    checkpointer.wait()
-    with monkeypatch.context() as disk:
-        disk.setattr(Path, "mkdir", away)
-        disk.setattr(Path, "iterdir", away)
-        checkpointer.save(2, {"t": torch.ones(3)}, {})
-        checkpointer.wait_for_save()
-    checkpointer.save(3, {"t": torch.ones(3)}, {})
-    checkpointer.wait()
-    assert [(kind, step) for kind, step, *_ in events.heard] == [("checkpoint", 1), ("alert", 2), ("checkpoint", 3)]
-    assert [path.name for path in list_checkpoints(folder)] == ["step_00000001", "step_00000003"]
-
-
-def test_a_step_whose_save_failed_can_be_saved_again(checkpointer: Checkpointer, folder: Path) -> None:
-    folder.parent.mkdir(parents=True)
-    folder.write_text("in the way")
-    checkpointer.save(1, {"t": torch.ones(3)}, {})
-    with pytest.raises(CheckpointError):
-        checkpointer.wait()
-    folder.unlink()
-    checkpointer.save(1, {"t": torch.ones(3)}, {})
-    checkpointer.wait()
-    assert [path.name for path in list_checkpoints(folder)] == ["step_00000001"]
