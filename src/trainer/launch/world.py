@@ -71,7 +71,11 @@ class World:
         return box[0]
 
     def gather(self, value: T, named: str = "") -> list[T]:
-        """Return every rank's `value`, by rank, on every rank. A collective. named: as for `on_rank_0`."""
+        """Return every rank's `value`, by rank, on every rank. A collective.
+
+        named: a word for work that may take longer than a collective's timeout (reading whole checkpoints): then there
+        is none.
+        """
         if not self.is_distributed:
             return [value]
         if named:
@@ -102,23 +106,13 @@ class World:
         """Return when every rank has called it."""
         self.gather(None)
 
-    def on_rank_0(self, ask: Callable[[], T], named: str = "") -> T:
-        """Return on every rank what `ask()` returns on rank 0. A collective; the others do not call `ask`.
-
-        named: a word for work that may take longer than a collective's timeout (reading whole checkpoints): then there
-        is none.
-        """
-        value = ask() if self.is_first else cast(T, None)
-        if named:
-            key = f"{named}/{self.rank_group.launch.attempt}"
-            if self.is_first:
-                self._set_flag(key)
-            self._await(key, [0])
-        return self.broadcast(value)
+    def on_rank_0(self, ask: Callable[[], T]) -> T:
+        """Return on every rank what `ask()` returns on rank 0. A collective; the others do not call `ask`."""
+        return self.broadcast(ask() if self.is_first else cast(T, None))
 
     def coordinate(self, ask: Callable[[Callable[[A], list[B]]], T], part: Callable[[A], B], named: str) -> T:
         """Return on every rank what `ask(everyone)` returns on rank 0. A collective like `on_rank_0`, without a
-        timeout.
+        timeout. named: as for `gather`.
 
         everyone(work): returns `part(work)` of each rank, by rank. So rank 0 decides, and all do the work.
         """

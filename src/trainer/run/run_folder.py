@@ -24,12 +24,10 @@ torchrun the earlier processes may still be ending: rank 0 waits for the lock.
 
 import json
 import os
-import platform
 import re
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -37,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import yaml
 from omegaconf import OmegaConf
 
-from precision.errors import UserError, counted, listed
+from precision.errors import UserError, counted
 from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
@@ -54,11 +52,12 @@ from trainer.checkpoint import (
 from trainer.config.paths import NO_PATHS, kept_tree, resuming
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
-from trainer.files import FULL, create, delete_temporary, replace_file, temporary_name, trim
+from trainer.files import FULL, delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import as_user_error, check_links, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
 from trainer.run.names import BACKENDS, CHECKPOINTS, CONFIG, EVENTS, METRICS, RECOVERY, TENSORS
+from trainer.run.shared_disk import check_shared
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -69,8 +68,6 @@ Check = Callable[[dict[str, Any], Path], None]
 
 LOCK_SECONDS = 60.0
 """Seconds that a restarted run's processes wait for the earlier ones to end."""
-SHARED_SECONDS = 30.0
-"""Seconds in which a network file system shows a new folder to the other nodes."""
 
 
 @dataclass
@@ -296,42 +293,6 @@ class RunFolder:
             if path.exists():
                 _keep_before(path, step, text.encode())
             replace_file(path, text.encode())  # a run needs its config: it stays until it is replaced
-
-
-def check_shared(path: Path | None, world: "World", patience: float = SHARED_SECONDS) -> None:
-    """Raise UserError, on all ranks, unless each sees the folder `path` of rank 0. With one on the disk of each node
-    every checkpoint would fail. A collective; path: None on the other ranks. patience: in seconds.
-
-    Rank 0 makes a file for it. The lock would not do: a network file system may refuse to read what another node has
-    locked, or write it to the server only when it is closed.
-    """
-    if not world.is_distributed:
-        return
-    mark = None
-    if path is not None:
-        mark = temporary_name(path / "shared")
-        create(mark).close()
-    made = world.on_rank_0(lambda: mark, "locked")
-    assert made is not None
-    deadline = time.monotonic() + patience
-    while not (seen := _sees(made)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    places = world.gather("" if seen else f"{made.parent.absolute()} on {platform.node()}", "shared")
-    if mark is not None:
-        mark.unlink(missing_ok=True)
-    if blind := [rank for rank, place in enumerate(places) if place]:
-        raise UserError(
-            f"run.dir={made.parent.parent}: rank {listed(blind, 1)} does not see the folder that rank 0 has opened "
-            f"({places[blind[0]]}); every rank writes its part of a checkpoint there: start all ranks with one run.dir "
-            "on a file system that all nodes share"
-        )
-
-
-def _sees(path: Path) -> bool:
-    with suppress(OSError):
-        os.listdir(path.parent.parent)  # NFS asks its server again
-        return path.name in os.listdir(path.parent)
-    return False
 
 
 def saved_backends(folder: Path | None, step: int | None = None) -> dict[str, Any] | None:

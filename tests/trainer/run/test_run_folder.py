@@ -21,7 +21,8 @@ from trainer.launch.world import World
 from trainer.run import run_folder
 from trainer.run.location import check_writable, locate
 from trainer.run.names import CHECKPOINTS
-from trainer.run.run_folder import RunFolder, check_shared, saved_backends
+from trainer.run.run_folder import RunFolder, saved_backends
+from trainer.run.shared_disk import check_shared
 
 
 def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
@@ -46,21 +47,19 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(
     runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with run.dir on the disk of each node: the first checkpoint would be the first to notice."""
-    path = opened(runs).path
-    mark = path / ".shared.new"
-    mark.touch()
-    monkeypatch.setattr(World, "gather", lambda _, value, named="": ["", value])
-    monkeypatch.setattr(World, "on_rank_0", lambda _, ask, named="": ask() or mark)
-    first, second = (World(torch.device("cpu"), rank=rank, size=2) for rank in (0, 1))
-    check_shared(None, second)
-    check_shared(path, first)
-    assert [each.name for each in path.glob(".*")] == [".lock", mark.name]  # without its own
-    for elsewhere in (runs / "b", opened(runs, "c").path):
-        mark = elsewhere / mark.name
-        with pytest.raises(
-            UserError, match=rf"run\.dir={runs}: rank 1 does not see .* \({elsewhere} on .*all nodes share"
-        ):
-            check_shared(None, second, patience=0.0)
+    path, rank_0 = opened(runs).path, World(torch.device("cpu"), size=2)
+    seen_by_rank_1 = path
+
+    def coordinate(world: World, ask: Any, look: Any, named: str) -> Any:
+        return ask(lambda mark: [look(mark), look(seen_by_rank_1 / mark.name)])
+
+    monkeypatch.setattr(World, "coordinate", coordinate)
+    check_shared(path, rank_0)
+    assert [each.name for each in path.glob(".*")] == [".lock"]
+    for seen_by_rank_1 in (runs / "b", opened(runs, "c").path):
+        says = rf"run\.dir={runs}: rank 1 does not see .* \({seen_by_rank_1} on .*all nodes share"
+        with pytest.raises(UserError, match=says):
+            check_shared(path, rank_0, patience=0.0)
 
 
 def test_a_run_does_not_write_into_the_run_that_took_its_place(runs: Path, opened: Any) -> None:
