@@ -38,7 +38,6 @@ class JsonLines:
         self._warn = warn
         self._limit, self._say = limit, say
         self._lost = 0
-        self._half: int | None = None
         self._first = b""
         self._file = _open(path)
         self._lock = threading.Lock()
@@ -63,70 +62,58 @@ class JsonLines:
                     news = f"{self._path} cannot be written ({error.strerror or error}); lines are being lost"
             else:
                 with suppress(OSError):  # which the next line meets, too
-                    if os.fstat(self._file.fileno()).st_size > self._limit:
-                        self._thin()
+                    self._thin()
             self._first = line if first else self._first
         if news is not None:
             self._warn(news)
 
     def _thin(self) -> None:
+        """Drop half of the lines if the file exceeds its limit."""
+        if os.fstat(self._file.fileno()).st_size <= self._limit:
+            return
         if self._say is not None:
             self._say(f"{self._path} exceeds {self._limit:,} bytes: it keeps lines of fewer steps from now on")
             self._say = None
-        self._file.close()
         with suppress(OSError):  # on a full disk: tried again at twice the size
             thin(self._path)
-        self._file = _open(self._path)
-        size = os.fstat(self._file.fileno()).st_size
-        if size > self._limit * 3 / 4:
+        if (size := self._path.stat().st_size) > self._limit * 3 / 4:
             self._limit = 2 * size
 
     def _append(self, line: bytes) -> bool:
         """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""
-        if self._file.closed:  # `_thin` or `trim` could not open it again
-            self._file = _open(self._path)
-        gone = not self._is_in_place()
-        if gone:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = _open(self._path)
-            self._file.close()
-            self._file = new
-        if self._half is not None:  # of an earlier line, whose removal failed
-            os.ftruncate(self._file.fileno(), 0 if gone else self._half)
-        if gone:
+        missing = self._reopen()
+        if missing:
             self._file.write(self._first)
-        self._half = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(line)
+            if self._file.write(line) != len(line):
+                raise OSError("no space for a whole line")
         except OSError:
-            os.ftruncate(self._file.fileno(), self._half)
+            os.ftruncate(self._file.fileno(), size)
             raise
-        if written != len(line):
-            os.ftruncate(self._file.fileno(), self._half)
-            raise OSError("no space for a whole line")
-        self._half = None
-        return gone
+        return missing
 
-    def _is_in_place(self) -> bool:
-        """Return whether the open file still has that name."""
-        ours = os.fstat(self._file.fileno())
-        try:
-            return os.path.samestat(ours, os.stat(self._path))
-        except FileNotFoundError:
+    def _reopen(self) -> bool:
+        """Open the path again if it has another file by now (`trim`, `thin`), or none. Return whether it had none."""
+        found = None
+        with suppress(FileNotFoundError):
+            found = self._path.stat()
+        if found is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        elif os.path.samestat(found, os.fstat(self._file.fileno())):
             return False
+        new = _open(self._path)
+        self._file.close()
+        self._file = new
+        return found is None
 
     def trim(self, last_step: int) -> None:
         """Drop the lines later than `last_step`; like `write`, it does not raise if it fails."""
-        with self._lock:
-            self._file.close()
-            try:
+        try:
+            with self._lock:
                 trim(self._path, last_step)
-                self._half, reason = None, ""  # an incomplete line is never kept
-            except OSError as error:
-                reason = error.strerror or str(error)
-            with suppress(OSError):
-                self._file = _open(self._path)
-        if reason:
+        except OSError as error:
+            reason = error.strerror or error
             self._warn(f"{self._path} cannot be written ({reason}); lines later than step {last_step} stay in it")
 
     def close(self) -> None:
