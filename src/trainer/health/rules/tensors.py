@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from precision.config import Granularity, Method, ScalingConfig
-from trainer.health.alerts import Alert, Entry, Rule, in_fp8, number
+from trainer.health.alerts import Alert, Entry, Rule, in_fp8
 
 
 class _ScaleJump(Rule):
@@ -29,13 +30,12 @@ class _ScaleJump(Rule):
         self._past = []
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        names, scales = _rows(tensors, "fp8", "scale")
-        if not names:
+        rows, amaxes = _rows(tensors, "fp8", "scale"), _rows(tensors, "fp8", "amax")
+        if not rows:
             return None
-        amaxes = _rows(tensors, "fp8", "amax")[1] or [math.nan] * len(names)
         # logarithms, mirrored for a rise: a wrong scale is always far below the least
         sign = 1.0 if self.falls else -1.0
-        now = np.array([sign * math.log2(scale) if scale > 0 else math.nan for scale in scales])
+        now = np.array([sign * math.log2(scale) if scale > 0 else math.nan for scale in rows.values()])
         self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
         self._past = [*self._past, (step, now)][-self.LINES - self.RECENT :]
         before = self._past[: -self.RECENT]
@@ -46,8 +46,12 @@ class _ScaleJump(Rule):
         known = np.isfinite(past).sum(0) >= self.FEWEST - self.RECENT
         least = np.where(np.isfinite(past), past, np.inf).min(0)
         fell = np.where(known & np.isfinite(now), least - now, -np.inf)
-        worst = [int(i) for i in np.argsort(-fell) if fell[i] > math.log2(self._times)]
-        return [self._alert(step, step - since, names[i], 2.0 ** fell[i], scales[i], amaxes[i]) for i in worst]
+        names = list(rows)
+        worst = [(names[i], 2.0 ** float(fell[i])) for i in np.argsort(-fell) if fell[i] > math.log2(self._times)]
+        return [
+            self._alert(step, step - since, name, times, rows[name], amaxes.get(name, math.nan))
+            for name, times in worst
+        ]
 
     def _alert(self, step: int, steps: int, name: str, times: float, scale: float, amax: float) -> Alert:
         message = (
@@ -73,25 +77,21 @@ class ScaleRise(_ScaleJump):
 
 class _Twice(Rule):
     """A tensor or block is above the threshold in two consecutive sampled steps, of which the first is after `SETTLED`
-    steps. Without tensors.jsonl, the worst one, without its name."""
+    steps."""
 
     SETTLED = 0
     group: str
     key: str
-    worst: str
 
     def __init__(self, threshold: float):
         self._threshold = threshold
         self._before: set[str] = set()
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        names, values = _rows(tensors, self.group, self.key)
-        if not names:
-            worst = number(metrics, self.worst)
-            if worst is None:
-                return None
-            names, values = [""], [worst]
-        found = {name: value for name, value in zip(names, values, strict=True) if value > self._threshold}
+        rows = _rows(tensors, self.group, self.key)
+        if not rows:
+            return None
+        found = {name: value for name, value in rows.items() if value > self._threshold}
         again = self._before & found.keys()
         self._before = set(found) if step > self.SETTLED else set()
         return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
@@ -118,20 +118,18 @@ class _CastShare(_Twice):
         return self._helps
 
     def _alert(self, step: int, name: str, share: float) -> Alert:
-        which = f"of {name}" if name else "of a tensor in FP8"
         other = f"{self.recipe}, or " if self._helps_with(name) else ""
         message = (
-            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._threshold:g}); {self.reason}: "
-            f"{other}keep this tensor in BF16 (precision.rules.exceptions)"
+            f"{100 * share:.3g} % of {name} {self.does} (health.alerts.{self.name}={self._threshold:g}); "
+            f"{self.reason}: {other}keep this tensor in BF16 (precision.rules.exceptions)"
         )
-        return Alert(self.name, step, message, share, self._threshold, tensor=name or None)
+        return Alert(self.name, step, message, share, self._threshold, tensor=name)
 
 
 class Saturated(_CastShare):
     """Elements are clipped at the format's largest value: the scale lags behind the amax."""
 
     name = key = "saturated"
-    worst = "fp8/saturated_worst"
     does = "is clipped in its cast to FP8"
     reason, recipe = "its amax grows faster than its scale follows", "use current scaling (+recipe=fp8_jit)"
 
@@ -143,7 +141,6 @@ class Underflown(_CastShare):
     """Elements become zero: a few large values hold the scale down."""
 
     name = key = "underflown"
-    worst = "fp8/underflown_worst"
     does = "becomes zero in its cast to FP8"
     reason, recipe = "a few large values hold its scale down", "use finer scales (+recipe=fp8_block)"
 
@@ -157,15 +154,15 @@ class Underflown(_CastShare):
 class MaxLogit(_Twice):
     """Attention logits grow, as queries and keys do without a norm."""
 
-    name, group, key, worst = "max_logit", "blocks", "max_logit", "act/max_logit"
+    name, group, key = "max_logit", "blocks", "max_logit"
 
     def _alert(self, step: int, name: str, top: float) -> Alert:
         message = (
-            f"the largest attention logit of {name or 'a block'} is {top:.4g} "
+            f"the largest attention logit of {name} is {top:.4g} "
             f"(health.alerts.max_logit={self._threshold:g}): q and k grow without bound, and attention collapses onto "
             "single tokens; set optim.qk_clip=100, or lower optim.lr"
         )
-        return Alert(self.name, step, message, top, self._threshold, block=name or None)
+        return Alert(self.name, step, message, top, self._threshold, block=name)
 
 
 class Kurtosis(Rule):
@@ -179,7 +176,11 @@ class Kurtosis(Rule):
     """
 
     name = "kurtosis_power"
-    KINDS = ("kurtosis_qkv", "kurtosis_ffn", "kurtosis_block")
+    WHERE: ClassVar = {
+        "kurtosis_qkv": "the QKV output",
+        "kurtosis_ffn": "the FFN's second linear's input",
+        "kurtosis_block": "the block output",
+    }
     MOST_KEPT, FEWEST, FIRST, GREW, HIGH = 128, 8, 16, 1.5, 6.0
     APART = 100
 
@@ -191,9 +192,12 @@ class Kurtosis(Rule):
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         if self._last <= step < self._last + self.APART:
             return None
-        names, now = self._now(metrics, tensors)
-        if not names:
+        rows = {
+            f"{block}:{kind}": value for kind in self.WHERE for block, value in _rows(tensors, "blocks", kind).items()
+        }
+        if not rows:
             return None
+        names, now = list(rows), list(rows.values())
         self._last = step
         self._seen += 1
         if self._seen <= self.FIRST:
@@ -214,20 +218,6 @@ class Kurtosis(Rule):
         worst = sorted(found, key=lambda i: -now[i])
         return [self._alert(step, metrics, names[i], now[i], *found[i]) for i in worst]
 
-    def _now(self, metrics: Entry, tensors: Entry | None) -> tuple[list[str], list[float]]:
-        """Return [kind of block] and their kurtosis; the mean over blocks where single blocks are unknown."""
-        names, values = [], []
-        for kind in self.KINDS:
-            blocks, row = _rows(tensors, "blocks", kind)
-            names += [f"{kind}|{block}" for block in blocks]
-            values += row
-        if names:
-            return names, values
-        worst = {kind: number(metrics, f"act/{kind}") for kind in self.KINDS}
-        if all(value is None for value in worst.values()):
-            return [], []
-        return [f"{kind}|" for kind in worst], [math.nan if v is None else v for v in worst.values()]
-
     def _grows(self, steps: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, float, float]]:
         """Yield (column, power, growth) for the columns of values [samples, columns] that are wrong."""
         values = np.where(values > 0, values, np.nan)
@@ -244,18 +234,13 @@ class Kurtosis(Rule):
             yield int(i), float(power[i]), float(grew[i])
 
     def _alert(self, step: int, metrics: Entry, name: str, now: float, power: float, grew: float, since: int) -> Alert:
-        kind, _, block = name.partition("|")
-        where = {
-            "kurtosis_qkv": "the QKV output",
-            "kurtosis_ffn": "the FFN's second linear's input",
-            "kurtosis_block": "the block output",
-        }[kind]
+        block, _, kind = name.partition(":")
         message = (
-            f"kurtosis of {where} of {block or 'a block'} is {now:.3g}: it grew {grew:.3g}-fold since step {since}, "
+            f"kurtosis of {self.WHERE[kind]} of {block} is {now:.3g}: it grew {grew:.3g}-fold since step {since}, "
             f"as step^{power:.2g}, faster than linearly: outliers are forming, and divergence follows; "
             f"lower optim.lr{in_fp8(metrics, ', or resume in BF16 from an earlier checkpoint')} (docs/health.md)"
         )
-        return Alert(self.name, step, message, power, self._power, block=f"{block}:{kind}" if block else kind)
+        return Alert(self.name, step, message, power, self._power, block=name)
 
 
 class _Experts(Rule):
@@ -264,7 +249,6 @@ class _Experts(Rule):
 
     LINES, STEPS, SETTLED = 10, 100, 200
     key: str
-    row: str
     above: bool
     words: str
 
@@ -273,14 +257,11 @@ class _Experts(Rule):
         self._wrong: dict[str, tuple[int, int]] = {}  # by block: consecutive lines, and the step of the first
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        names, values = _rows(tensors, "moe", self.row)
-        if not names:
-            worst = number(metrics, self.key)
-            names, values = [""], [math.nan if worst is None else worst]
-        if step <= self.SETTLED or all(math.isnan(value) for value in values):
+        rows = _rows(tensors, "moe", self.key)
+        if step <= self.SETTLED or not rows:
             return None
         before, self._wrong, found = self._wrong, {}, []
-        for name, value in zip(names, values, strict=True):
+        for name, value in rows.items():
             if not (value > self._threshold if self.above else value < self._threshold):
                 continue
             lines, since = before.get(name, (0, step))
@@ -292,33 +273,33 @@ class _Experts(Rule):
 
     def _alert(self, step: int, name: str, value: float, steps: int) -> Alert:
         message = (
-            f"{self.words.format(f'of {name}' if name else 'of the worst block', value)} for {steps} steps "
+            f"{self.words.format(name, value)} for {steps} steps "
             f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; start a new run from its weights "
             "(run.init_from) with a higher model.balance_loss_weight or, with sigmoid scoring, "
             "model.router_bias_update_rate"
         )
-        return Alert(self.name, step, message, value, self._threshold, block=name or None)
+        return Alert(self.name, step, message, value, self._threshold, block=name)
 
 
 class ExpertLoad(_Experts):
     """One expert gets most tokens."""
 
-    name, key, row, above = "expert_load", "moe/load_max_over_mean_worst", "load_max_over_mean", True
-    words = "the fullest expert {} gets {:.3g} times the mean,"
+    name, key, above = "expert_load", "load_max_over_mean", True
+    words = "the fullest expert of {} gets {:.3g} times the mean,"
 
 
 class ExpertEntropy(_Experts):
     """Many experts get almost no tokens."""
 
-    name, key, row, above = "expert_entropy", "moe/entropy_worst", "entropy", False
-    words = "entropy of the experts' load {} is {:.3g} of an even one's"
+    name, key, above = "expert_entropy", "entropy", False
+    words = "entropy of the experts' load of {} is {:.3g} of an even one's"
 
 
-def _rows(tensors: Entry | None, group: str, key: str) -> tuple[list[str], list[float]]:
-    """Return names and values of one statistic in an entry of tensors.jsonl, None as NaN; empty lists without it."""
+def _rows(tensors: Entry | None, group: str, key: str) -> dict[str, float]:
+    """Return the values of one statistic in an entry of tensors.jsonl by name, None as NaN; {} without it."""
     if tensors is None or not isinstance(tensors.get(group), dict):
-        return [], []
+        return {}
     names, values = tensors.get("names", {}).get(group), tensors[group].get(key)
     if not names or values is None or len(names) != len(values):
-        return [], []
-    return list(names), [math.nan if value is None else float(value) for value in values]
+        return {}
+    return {name: math.nan if value is None else float(value) for name, value in zip(names, values, strict=True)}

@@ -33,8 +33,6 @@ def a_healthy_line(step: int, draw: random.Random) -> Line:
         "step": step,
         "loss/lm": 1.8 + 8 * (step + 10) ** -0.3 + noise(0, 0.04),
         "optim/grad_norm": (0.4 + 2 * math.exp(-step / 500)) * math.exp(noise(0, 0.15)) * outlier,
-        "moe/load_max_over_mean_worst": 2.2 + 9 * settling + noise(0, 0.2),
-        "moe/entropy_worst": 0.95 - 0.5 * settling + noise(0, 0.005),
         "perf/tokens_per_second": 1e5 * (0.2 if step == 1 else 0.45 if step % 500 == 0 else 1 + noise(0, 0.03)),
         "perf/step_seconds": 1.3,
         "memory/peak_gib": 70.0,
@@ -45,14 +43,17 @@ def a_healthy_line(step: int, draw: random.Random) -> Line:
     drift = [0.0, 0.0, *2 * [5 * min(step / 4000, 1)]]
     scale = [2.0 ** round(d + 6 - (step % 700 < 100) * 2 + noise(0, 0.4)) for d in drift]
     fp8: dict[str, Any] = {"scale": scale, "amax": [448 / s for s in scale]}
-    inside: dict[str, Any] = {"step": step, "fp8": fp8, "moe": {"load_max_over_mean": [2.2], "entropy": [0.95]}}
+    moe = {
+        "load_max_over_mean": [2.2 + 9 * settling + noise(0, 0.2)],
+        "entropy": [0.95 - 0.5 * settling + noise(0, 0.005)],
+    }
+    inside: dict[str, Any] = {"step": step, "fp8": fp8, "moe": moe}
     if step % 100 == 0:
         fp8["saturated"] = [10 ** noise(-5.5, 0.5) for _ in scale]
         fp8["underflown"] = [0.08 * math.exp(noise(0, 0.3)) for _ in scale]
         for kind, power in (("qkv", 0.3), ("ffn", 0.5), ("block", 0.7)):
             grown = [3 + 0.2 * step**power * math.exp(noise(0, 0.05)) for _ in NAMES["blocks"]]
             inside.setdefault("blocks", {})[f"kurtosis_{kind}"] = grown
-            metrics[f"act/kurtosis_{kind}"] = max(grown)
         metrics["shadow/loss_gap"] = noise(0.001, 0.002)
         metrics["shadow/cosine_worst"] = 0.97 + noise(0, 0.005)
         inside["shadow"] = {"cosine": {"layers.0.ffn.down": 0.99, "layers.3.attn.o": metrics["shadow/cosine_worst"]}}
