@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -92,10 +93,7 @@ def run(name: str, change: Change | None = None, exceptions: list[RulesException
     return watch(name, change, exceptions).findings
 
 
-RECIPES = ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_delayed+head", "fp8_jit", "fp8_block+swiglu", "fp8_full"]
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["fp32", "fp16", "fp8_delayed+head", "fp8_block+swiglu"])  # the others: below
 def test_every_row_is_what_happens(name: str) -> None:
     findings = run(name)
     assert len(findings) > 40
@@ -217,7 +215,6 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
     [
         ("bf16", True),
         ("fp8_delayed+swiglu", False),
-        ("fp8_full", True),
         pytest.param("fp8_delayed+swiglu", True, marks=pytest.mark.exhaustive),
         pytest.param("fp8_jit", True, marks=pytest.mark.exhaustive),
     ],
@@ -232,8 +229,7 @@ def test_kernels_are_what_happens(name: str, keeps: bool) -> None:
     found = watch(name, choose, backend=BackendChoice.cuda)
     assert [finding for finding in found.findings if not finding.agrees] == []
     names = {finding.name for finding in found.findings}
-    norm = "attn.q_head_norm" if name == "fp8_full" else "attn_norm"
-    for kind in (f"layers.0.{norm} statistics", "layers.1.moe.gate scores", "optim arithmetic"):
+    for kind in ("layers.0.attn_norm statistics", "layers.1.moe.gate scores", "optim arithmetic"):
         assert kind in names
     assert "layers.1.moe.experts.down" in found.probes or "layers.1.moe.experts.gate_up" in found.probes
     assert any("registers" in line for line in found.unseen), "kernels are not seen through"
@@ -267,20 +263,21 @@ def test_the_audit_notices_a_difference_inside_an_operator(monkeypatch: pytest.M
 
 
 @needs_triton
-def test_a_coarse_softmax_of_attentions_kernels_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor cores' sums of scores are allowed for; one step of BF16 is not within that."""
+def test_kernels_of_attention_are_what_happens_and_a_coarse_softmax_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor cores' sums of scores are allowed for. One step of BF16, here in the second layer, is not."""
     from precision.kernels import fp8_attention as kernels
 
-    forward = kernels.forward
+    forward, calls = kernels.forward, itertools.count()
 
     def coarse(*args: Any) -> Any:
         out, lse = forward(*args)
-        return out, lse * (1 + 2.0**-8)
+        return out, lse * (1 + 2.0**-8 * (next(calls) % FEW_KERNELS.num_layers))
 
     monkeypatch.setattr(kernels, "forward", coarse)
-    found = watch("fp8_full", backend=BackendChoice.cuda)
-    wrong = {finding.name for finding in found.findings if not finding.agrees}
-    assert wrong == {"layers.0.attn.core softmax", "layers.1.attn.core softmax"}
+    findings = watch("fp8_full", backend=BackendChoice.cuda).findings
+    assert {finding.name for finding in findings if not finding.agrees} == {"layers.1.attn.core softmax"}
+    names = {finding.name for finding in findings}
+    assert names >= {"layers.0.attn.core softmax", "layers.0.attn.q_head_norm statistics"}
 
 
 def test_a_probe_measures_the_bias_of_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
