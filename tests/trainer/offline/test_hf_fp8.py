@@ -109,7 +109,8 @@ def test_the_numbers_are_the_runs(name: str, recipe: Recipe, weights: Weights, t
 
 
 def test_what_the_run_left_in_bf16_is_not_fp8(recipe: Recipe, weights: Weights) -> None:
-    everything = {m.name for m in matrices(MODEL) if quantizer(recipe("fp8_block"), weights).is_fp8(m)}
+    whole = quantizer(recipe("fp8_block"), weights)
+    everything = {m.name for m in matrices(MODEL) if whole.is_fp8(m)}
     assert {"layers.0.attn.o.weight", "layers.0.ffn.down.weight", "mtp.0.moe.experts.down.weight"} <= everything
     slower = {"layers.0.attn.o": {"precision": "bf16", "backend": "cuda", "why": "never_slower: 0.9x"}}
     made = quantizer(recipe("fp8_block", never_slower=True), weights, slower)

@@ -128,15 +128,7 @@ def test_a_redirect_that_loses_the_notice_is_reported(server: Server, status: in
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "http://[foo",
-        "http://host:abc/",
-        "ftp://host/",
-        "https:///x",
-        "http://me:pw@host/",
-        "http://host/a b",
-        "http://host/é",
-    ],
+    ["http://[foo", "http://host:abc/", "ftp://host/", "https:///x", "http://me:pw@host/", "http://host/a b"],
 )
 def test_an_address_that_can_never_work_is_refused_and_not_shown(address: str) -> None:
     with pytest.raises(UserError, match=r"^health\.alerts\.webhook: not an address to post to; set http") as refusal:
@@ -149,7 +141,7 @@ def test_an_address_that_can_never_work_is_refused_and_not_shown(address: str) -
     ("command", "seconds", "says"),
     [
         ("sh -c 'echo no mail today >&2; exit 3'", 120.0, r"\(sh\) failed: exit code 3: no mail today"),
-        ("sh -c 'sleep 600 & sleep 600'", 1.0, r"\(sh\) failed: not done after 1 seconds, and killed"),
+        ("sh -c 'sleep 600 & sleep 600'", 0.2, r"\(sh\) failed: not done after 0 seconds, and killed"),
     ],
 )
 def test_a_command_that_fails_or_hangs_is_reported_once(
