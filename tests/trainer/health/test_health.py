@@ -30,7 +30,7 @@ from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 CPU = torch.device("cpu")
-STEPS = 3
+STEPS = 2
 
 
 def batches() -> list[Tensor]:

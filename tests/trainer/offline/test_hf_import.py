@@ -89,8 +89,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_reader, "STEP_BYTES", 1 << 16)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("model", [MODEL, SOFTMAX], ids=["v3", "v2"])
+@pytest.mark.parametrize(("model", "ranks"), [(MODEL, 3), (SOFTMAX, 1)], ids=["v3", "v2"])
 def test_fp32_and_bf16_come_back(model: ModelConfig, ranks: int, tmp_path: Path, small_steps: None) -> None:
     state = weights(model)
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", model, state, ranks)
@@ -174,11 +173,8 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
         assert again[name].dtype == tensor.dtype
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert settings["modules_to_not_convert"] == [
-        "lm_head",
-        "model.layers.2.eh_proj",
-        "model.layers.2.shared_head.head",
-    ]
+    apart = ["lm_head", "model.layers.2.eh_proj", "model.layers.2.shared_head.head"]
+    assert settings["modules_to_not_convert"] == apart
     assert ("scale_fmt" in settings) == power_of_two
     matrix = next(one for one in matrices(made.model) if len(one.hf_names) == 2 and quantizer.is_fp8(one))
     del quantizer._scales[matrix.hf_names[1]]
@@ -211,8 +207,7 @@ def test_token_ids_that_only_config_json_has_come_back(tmp_path: Path) -> None:
         assert ids.items() <= json.loads((tmp_path / "out" / name).read_text()).items()
 
 
-@pytest.mark.parametrize("with_tokenizer", [True, False])
-@pytest.mark.parametrize("ends", [7, [7, 9]])
+@pytest.mark.parametrize(("ends", "with_tokenizer"), [(7, True), ([7, 9], False)])
 def test_the_tokens_that_begin_and_end_a_text_come_back(ends: object, with_tokenizer: bool, tmp_path: Path) -> None:
     folder = tmp_path / "published"
     write(folder, *published(folder, True, {}))
@@ -222,21 +217,19 @@ def test_the_tokens_that_begin_and_end_a_text_come_back(ends: object, with_token
         (folder / "tokenizer.json").write_text("{}")
     made = import_hf(folder, tmp_path / "in")
     _, remarks = export_run(made.folder, tmp_path / "out", ExportFormat.bf16)
-    config, generation = (
-        json.loads((tmp_path / "out" / f"{n}.json").read_text()) for n in ("config", "generation_config")
-    )
+    out = tmp_path / "out"
+    config, generation = (json.loads((out / f"{n}.json").read_text()) for n in ("config", "generation_config"))
     assert {key: config[key] for key in ids} == ids and generation == {**ids, "temperature": 0.6}
     assert ("without a tokenizer: the imported folder had none" in remarks) is not with_tokenizer
 
 
-@pytest.mark.parametrize("name", ["in", "it's in (here), $HOME"])
-def test_a_run_can_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_can_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "published"
     tensors, config = published(folder, True, {})
     write(folder, tensors, config)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
-    made = import_hf(folder, tmp_path / name)
+    made = import_hf(folder, tmp_path / "it's in (here), $HOME")  # quoted for the shell and for Hydra
     monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(" ".join(made.overrides)), "+recipe=fp8_block"])
     (job,) = compose(ROOT / "configs")
     config = load(job.tree)
@@ -291,47 +284,39 @@ def test_a_folder_of_another_process_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "out.partial", "run"]
 
 
-Change = Callable[[Path, dict[str, Tensor], dict[str, Any]], None]
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 WRONG: dict[str, tuple[Change, str]] = {
-    "missing tensor": (lambda f, t, c: t.__delitem__("model.norm.weight"), "lacks model.norm.weight"),
-    "missing scale": (lambda f, t, c: t.__delitem__(f"{O_PROJ}_scale_inv"), f"lacks {O_PROJ}_scale_inv"),
-    "unknown tensor": (lambda f, t, c: t.update(lora=torch.ones(2)), "has lora"),
-    "scale without FP8": (lambda f, t, c: t.update({O_PROJ: t[O_PROJ].float()}), f"has {O_PROJ}_scale_inv"),
+    "missing tensor": (lambda t, c: t.__delitem__("model.norm.weight"), "lacks model.norm.weight"),
+    "missing scale": (lambda t, c: t.__delitem__(f"{O_PROJ}_scale_inv"), f"lacks {O_PROJ}_scale_inv"),
+    "unknown tensor": (lambda t, c: t.update(lora=torch.ones(2)), "has lora"),
+    "scale without FP8": (lambda t, c: t.update({O_PROJ: t[O_PROJ].float()}), f"has {O_PROJ}_scale_inv"),
     "wrong shape": (
-        lambda f, t, c: t.update({"model.norm.weight": torch.ones(7)}),
+        lambda t, c: t.update({"model.norm.weight": torch.ones(7)}),
         r"model.norm.weight is F32 \[7\], by config.json it is \[192\]",
     ),
-    "wrong scales": (lambda f, t, c: t.update({f"{O_PROJ}_scale_inv": torch.ones(3, 3)}), r"is F32 \[3, 3\]"),
+    "wrong scales": (lambda t, c: t.update({f"{O_PROJ}_scale_inv": torch.ones(3, 3)}), r"is F32 \[3, 3\]"),
     "not finite": (
-        lambda f, t, c: t.update({"model.norm.weight": torch.full((192,), math.nan)}),
+        lambda t, c: t.update({"model.norm.weight": torch.full((192,), math.nan)}),
         "model.norm.weight has numbers that are not finite",
     ),
-    "integers": (lambda f, t, c: t.update({O_PROJ: torch.ones(192, 72, dtype=torch.int8)}), "I8 .* only F32, BF16"),
+    "integers": (lambda t, c: t.update({O_PROJ: torch.ones(192, 72, dtype=torch.int8)}), "I8 .* only F32, BF16"),
     "MTP's own head": (
-        lambda f, t, c: t.update({"model.layers.2.shared_head.head.weight": torch.ones(300, 192)}),
+        lambda t, c: t.update({"model.layers.2.shared_head.head.weight": torch.ones(300, 192)}),
         "model.layers.2.shared_head.head.weight differs from lm_head.weight",
     ),
-    "unknown architecture": (lambda f, t, c: c.update(model_type="llama"), "model_type=llama"),
-    "YaRN by another rule": (lambda f, t, c: c["rope_scaling"].update(truncate=False), "only plain RoPE and YaRN"),
-    "YaRN by halves": (lambda f, t, c: c["rope_scaling"].__delitem__("factor"), "lacks factor"),
-    "YaRN of a length": (
-        lambda f, t, c: c["rope_scaling"].__delitem__("original_max_position_embeddings"),
-        "lacks original_max_position_embeddings",
-    ),
-    "other blocks": (lambda f, t, c: c["quantization_config"].update(weight_block_size=[1, 32]), "weight_block_size"),
-    "another method": (lambda f, t, c: c["quantization_config"].update(quant_method="awq"), "quant_method=awq"),
-    "a billion layers": (lambda f, t, c: c.update(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and the"),
-    "a billion experts": (lambda f, t, c: c.update(n_routed_experts=1e9), "n_routed_experts=1000000000.0, and the"),
+    "YaRN by halves": (lambda t, c: c["rope_scaling"].__delitem__("factor"), "lacks factor"),
+    "other blocks": (lambda t, c: c["quantization_config"].update(weight_block_size=[1, 32]), "weight_block_size"),
+    "another method": (lambda t, c: c["quantization_config"].update(quant_method="awq"), "quant_method=awq"),
+    "a billion layers": (lambda t, c: c.update(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and the"),
+    "a billion experts": (lambda t, c: c.update(n_routed_experts=1e9), "n_routed_experts=1000000000.0, and the"),
     "experts times layers": (
-        lambda f, t, c: c.update(num_hidden_layers=len(t), n_routed_experts=len(t)),
+        lambda t, c: c.update(num_hidden_layers=len(t), n_routed_experts=len(t)),
         r"(\d+) experts in each of \d+ layers, and the files have \1 tensors",
     ),
-    "fewer than no layer": (lambda f, t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
-    "text for a number": (lambda f, t, c: c.update(n_group="1"), "n_group='1': a text; write it without quotes"),
-    "text in YaRN": (lambda f, t, c: c["rope_scaling"].update(factor="4"), "factor='4': a text"),
-    "text for a flag": (lambda f, t, c: c.update(norm_topk_prob="${oc.env:HOME}"), "norm_topk_prob=.*: a text"),
-    "no config": (lambda f, t, c: c.clear(), "model_type=None"),
+    "fewer than no layer": (lambda t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
+    "text for a number": (lambda t, c: c.update(n_group="1"), "n_group='1': a text; write it without quotes"),
+    "no config": (lambda t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
 
 
@@ -351,7 +336,7 @@ def test_what_is_no_such_model_is_refused(
     change, message = WRONG[what]
     folder, tensors, config = tmp_path / "wrong", dict(good[1]), json.loads(json.dumps(good[2]))
     folder.mkdir()
-    change(folder, tensors, config)
+    change(tensors, config)
     write(folder, tensors, config)
     with pytest.raises(ValueError, match=message) as refused:
         import_hf(folder, tmp_path / "in")
@@ -435,13 +420,6 @@ def measure_memory(folder: Path) -> None:
     exported = growth(lambda: export(checkpoint, bf16, model, ExportFormat.bf16, None, mtp=True))
     imported = growth(lambda: import_hf(bf16, back))
     print(json.dumps([exported, imported, growth(lambda: read(checkpoint))]))
-
-
-def test_dequantize_reads_blocks_that_are_not_whole() -> None:
-    data = torch.ones(130, 200).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    read_back = dequantize(data, scale)
-    assert (read_back[127, 127], read_back[127, 128], read_back[128, 127], read_back[129, 199]) == (1, 2, 3, 4)
 
 
 if __name__ == "__main__":
