@@ -71,14 +71,13 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def grid(key: str, source: Grid, num_rows: int, buckets: int, since: int = 0) -> dict[str, Any]:
-    """Encode a grid from column `since` on as {"x", "w" as in `curves`, "code": "log" | "linear", "low", "high",
-    "cells"}.
+def grid(key: str, source: Grid, num_rows: int, buckets: int) -> dict[str, Any]:
+    """Encode a grid as {"x", "w" as in `curves`, "code": "log" | "linear", "low", "high", "cells"}.
 
     cells: columns x rows, one column after the other.
     """
-    steps = np.array(source.steps[since:], dtype=np.int64)
-    matrix = source.matrix(num_rows, since)
+    steps = np.array(source.steps, dtype=np.int64)
+    matrix = source.matrix(num_rows)
     starts = buckets_of(steps, buckets)
     ends = np.append(starts[1:], len(steps)) - 1
     if len(starts) < len(steps):

@@ -207,7 +207,7 @@ function nearestColumn({ first, last }, step) {
 
 // log2 of each value against its row's median over all columns.
 function changes(grid) {
-  if (grid.changes && grid.changes.length === grid.columns.length) return grid.changes;
+  if (grid.changes) return grid.changes;
   const rows = Math.max(0, ...grid.columns.map((column) => column.length)), every = Math.ceil(grid.columns.length / 60);
   const medians = Array.from({ length: rows }, (_, row) => {
     const values = grid.columns.filter((column, i) => i % every === 0 && column[row] > 0).map((column) => column[row]).sort((a, b) => a - b);

@@ -91,42 +91,29 @@ function places({ x, w }) {
   return { first, last: w ? first.map((step, i) => step + w[i]) : first };
 }
 
-function readCurves(groups, into, more) {
+function readCurves(groups) {
+  const curves = new Map();
   for (const group of groups) {
     const { first, last } = places(group), mid = first.map((step, i) => (step + last[i]) / 2);
-    for (const [key, [mean, low, high]] of Object.entries(group.k)) {
-      const old = more ? into.get(key) : null;
-      const join = (a, b) => (old ? a.concat(b) : b);
-      const curve = old ? { first: join(old.first, first), last: join(old.last, last), mid: join(old.mid, mid), mean: join(old.mean, mean) } : { first, last, mid, mean };
-      const apart = (old && old.low !== old.mean) || low;
-      curve.low = apart ? join(old && old.low, low || mean) : curve.mean;
-      curve.high = apart ? join(old && old.high, high || mean) : curve.mean;
-      into.set(key, curve);
-    }
+    for (const [key, [mean, low = mean, high = mean]] of Object.entries(group.k)) curves.set(key, { first, last, mid, mean, low, high });
   }
+  return curves;
 }
 
-function readGrid(data, old) {
+function readGrid(data) {
   const codes = new Uint16Array(Uint8Array.from(atob(data.cells), (one) => one.charCodeAt(0)).buffer);
   const value = data.code === "log"
     ? (code) => (code === 0 ? NaN : code === 1 ? 0 : 2 ** ((code - 32768) / 256))
     : (code) => (code === 0 ? NaN : data.low + ((code - 2) / 65533) * (data.high - data.low));
   const columns = data.x.map((_, i) => Float32Array.from(codes.subarray(i * data.rows, (i + 1) * data.rows), value));
-  const { first, last } = places(data);
-  return old ? { first: old.first.concat(first), last: old.last.concat(last), columns: old.columns.concat(columns) } : { first, last, columns };
+  return { ...places(data), columns };
 }
 
 function take(data) {
-  data.runs.forEach((one, index) => {
-    const old = one.more ? view.runs[index] : null;
-    const run = old || { index, curves: new Map(), grids: new Map(), events: [], rows: {} };
-    Object.assign(run, { name: one.name, about: one.about, load: one.load, latest: one.latest, rows: one.more ? { ...run.rows, ...one.rows } : one.rows });
-    readCurves(one.curves, run.curves, one.more);
-    readCurves(one.gaps, run.curves, false);
-    for (const [key, grid] of Object.entries(one.grids)) run.grids.set(key, readGrid(grid, run.grids.get(key)));
-    run.events = run.events.concat(one.events);
-    view.runs[index] = run;
+  view.runs = data.runs.map((one, index) => {
     for (const { kind } of one.events) if (!seenKinds.has(kind)) seenKinds.add(kind), QUIET_KINDS.includes(kind) || view.shownKinds.add(kind);
+    const grids = new Map(Object.entries(one.grids).map(([key, grid]) => [key, readGrid(grid)]));
+    return { ...one, index, curves: readCurves([...one.curves, ...one.gaps]), grids };
   });
   let low = Infinity, high = -Infinity;
   for (const run of view.runs) for (const { first, last } of [...run.curves.values(), ...run.grids.values()]) {
@@ -292,19 +279,20 @@ function place(spec, grid, order) {
 async function poll(token) {
   const status = view.status;
   for (;;) {
-    await new Promise((done) => setTimeout(done, 2500));
+    await new Promise((done) => setTimeout(done, view.pause));
     if (document.hidden) continue;
     try {
       const answer = await fetch(`data?since=${encodeURIComponent(token)}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
       const data = await answer.json();
-      token = data.token;
       status.className = "live";
       status.textContent = "● live";
-      const events = view.runs.reduce((sum, run) => sum + run.events.length, 0);
+      if (data.token === token) continue;
+      token = data.token;
+      const count = () => view.runs.reduce((sum, run) => sum + run.events.length, 0), events = count();
       take(data);
       drawHead();
-      if (view.runs.reduce((sum, run) => sum + run.events.length, 0) !== events || data.runs.some((run) => !run.more)) drawBar(), drawEvents();
+      if (count() !== events) drawBar(), drawEvents();
       drawCharts();
       redraw();
     } catch (error) {

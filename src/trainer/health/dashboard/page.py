@@ -31,8 +31,6 @@ CELLS = 240_000
 """Cells of all grids together: 0.65 MB."""
 EVENTS = 1_500
 """Events of all runs together. Beyond that, the most frequent kinds are thinned out, except their first and last."""
-NEVER = 2**31
-"""A number of buckets that never merges anything."""
 DIFFERENCES = 200
 """Limit of config keys in which several runs differ."""
 MESSAGE = 400
@@ -44,54 +42,30 @@ ORDER_OF_DATA += (("trainer", "phases"),)  # of these the shapes
 SCRIPTS = "plot.js", "line.js", "map.js", "tables.js", "page.js"
 
 
-class Cursor:
-    """How much of a run has been sent."""
-
-    def __init__(self, run: Run) -> None:
-        self.generation = run.generation
-        self.series = {key: len(series.steps) for key, series in run.series.items()}
-        self.grids = {key: len(source.steps) for key, source in run.grids.items()}
-        self.events = len(run.events)
-
-
-def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor | None] = ()) -> dict[str, Any]:
-    """Return all runs as JSON values. ended: of the first run, as for `summary`. sent: the reader's cursor for each
-    run.
-
-    A run with a cursor of this generation yields only its new data, undecimated, with `more: true`.
-    """
-    sent = list(sent) or [None] * len(runs)
+def payload(runs: Sequence[Run], ended: str | None = None) -> dict[str, Any]:
+    """Return all runs as JSON values. ended: of the first run, as for `summary`."""
     num_series = sum(len(run.series) for run in runs) or 1
     num_rows = sum(len(run.rows.get(key.partition("/")[0], ())) for run in runs for key in run.grids) or 1
     buckets = int(np.clip(NUMBERS // (3 * num_series), 80, 1000))
     columns = int(np.clip(CELLS // num_rows, 24, 300))
     out = []
-    for i, (run, name, cursor) in enumerate(zip(runs, distinct([run.path for run in runs]), sent, strict=True)):
-        if cursor is not None and cursor.generation != run.generation:
-            cursor = None
-        since = (lambda key, at: 0) if cursor is None else (lambda key, at, of=cursor: getattr(of, at).get(key, 0))
-        arrays = {
-            key: series.arrays(since(key, "series"))
-            for key, series in run.series.items()
-            if key != MTP or any(series.values)
-        }
+    for i, (run, name) in enumerate(zip(runs, distinct([run.path for run in runs]), strict=True)):
+        arrays = {key: series.arrays() for key, series in run.series.items() if key != MTP or any(series.values)}
         grids = {
-            key: grid(key, source, len(run.rows[key.partition("/")[0]]), columns, since(key, "grids"))
+            key: grid(key, source, len(run.rows[key.partition("/")[0]]), columns)
             for key, source in run.grids.items()
-            if len(source.steps) > since(key, "grids")
+            if source.steps
         }
-        known = set() if cursor is None else {key.partition("/")[0] for key in cursor.grids}
         row = {
             "name": name,
-            "more": cursor is not None,
             "about": summary(run, ended if i == 0 else None),
-            "curves": curves(arrays, buckets if cursor is None else NEVER),
+            "curves": curves(arrays, buckets),
             "gaps": curves(gap(run, runs[0], TRAIN, VALIDATION), 400) if i else [],
             "grids": grids,
-            "rows": {group: names for group, names in run.rows.items() if group not in known},
+            "rows": run.rows,
             "load": None if run.load is None else {"step": run.load[0], "tokens": run.load[1]},
             "latest": latest(run),
-            "events": events(run, EVENTS // len(runs), 0 if cursor is None else cursor.events),
+            "events": events(run, EVENTS // len(runs)),
         }
         out.append(row)
     return {"time": time.time(), "remark": remark(runs), "differences": differences(runs), "runs": out}
@@ -149,9 +123,9 @@ def latest(run: Run) -> dict[str, Any]:
     return out
 
 
-def events(run: Run, most: int, since: int = 0) -> list[dict[str, Any]]:
-    """Return the run's events from number `since` on: step, kind, time, text, and the rule of an alert."""
-    found = run.events[since:]
+def events(run: Run, most: int) -> list[dict[str, Any]]:
+    """Return at most `most` events of a run: step, kind, time, text, and the rule of an alert."""
+    found = run.events
     while len(found) > most:
         kinds = [event["kind"] for event in found]
         commonest = max(set(kinds), key=kinds.count)

@@ -7,6 +7,7 @@ const view = {
   range: null,        // those shown, null: all
   hover: null,        // step under the cursor
   smooth: 0.01,       // share of the shown steps that a line is smoothed over
+  pause: 2500,        // milliseconds between two questions to a live server
   runs: [],
   hiddenRuns: new Set(),
   shownKinds: new Set(),

@@ -7,9 +7,8 @@
     events.jsonl    {"time": ..., "step": 20, "kind": "alert", "message": ...}   -> Run.events
 
 A file may grow while it is read (half a line waits until it is whole), be replaced by a shorter one (a resumed run
-drops lines) or disappear. `Run.poll` reads what is new. If earlier data is no longer valid, it starts over and
-increments `generation`, so that readers of the old data notice. A run that rewinds writes lines of earlier steps again:
-the new ones count.
+drops lines) or disappear. `Run.poll` reads what is new, and starts over if earlier data is no longer valid. A run that
+rewinds writes lines of earlier steps again: the new ones count.
 
 tensors.jsonl of a long run of a big model has gigabytes. Beyond `BUDGET` bytes the first read skips lines evenly: it
 keeps every n-th (`Run.stride`).
@@ -18,7 +17,7 @@ keeps every n-th (`Run.stride`).
 import json
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +44,17 @@ class Lines:
     def __init__(self, path: Path, thin: bool = False) -> None:
         self.path, self._thin = path, thin
         self.stride = 1
-        self.reset()
-
-    def reset(self) -> None:
-        """Start over at the beginning of the file."""
         self._offset, self._tail, self._numbers = 0, b"", [0, 0]
 
-    def read(self, replaced: Callable[[], None]) -> list[dict[str, Any]]:
-        """Return the complete lines that have arrived since the last call; none without a file.
-
-        Calls `replaced` first if the earlier lines are no longer valid. A line that is not a JSON object is skipped.
-        """
+    def read(self) -> list[dict[str, Any]] | None:
+        """Return the complete lines that have arrived since the last call, none without a file; None if the earlier
+        lines are no longer valid. A line that is not a JSON object is skipped."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(self._offset - OVERLAP, 0))
                 if self._offset > size or (self._offset and file.read(min(OVERLAP, self._offset)) != self._tail):
-                    self.reset()
-                    replaced()
+                    return None
                 file.seek(self._offset)
                 if self._offset == 0 and self._thin:
                     self.stride = max(1, -(-size // BUDGET))
@@ -112,9 +104,9 @@ class Series:
             self.steps.pop()
             self.values.pop()
 
-    def arrays(self, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps [N] and values [N] from index `since` on."""
-        return np.array(self.steps[since:], dtype=np.int64), np.array(self.values[since:], dtype=np.float64)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return steps [N] and values [N]."""
+        return np.array(self.steps, dtype=np.int64), np.array(self.values, dtype=np.float64)
 
 
 class Grid:
@@ -154,14 +146,12 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0
         self.there = False
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.overrides: list[str] = []
-        self._files = {name: Lines(path / name, name == TENSORS) for name in (METRICS, TENSORS, EVENTS)}
         self._read_config: float | None = None
-        self._clear()
+        self._start()
 
     @property
     def stride(self) -> int:
@@ -173,24 +163,24 @@ class Run:
         """Step of the last line of metrics; 0 before the first."""
         return self._last["metrics"]
 
-    def poll(self) -> None:
-        """Read what is new since the last call."""
+    def poll(self) -> bool:
+        """Read what is new since the last call. Return whether there are new lines."""
         self.there = (self.path / METRICS).is_file()
         self._read_about()
+        new = False
         for name, take in ((METRICS, self._metric), (TENSORS, self._tensor), (EVENTS, self._event)):
-            entries = self._files[name].read(self._restart)
-            if self._again:  # one file was replaced: read the others from their beginning, too
-                break
+            entries = self._files[name].read()
+            if entries is None:  # one file was replaced: read all from their beginning
+                self._start()
+                self.poll()
+                return True
+            new |= bool(entries)
             for entry in entries:
                 try:
                     take(entry)
                 except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
                     continue  # a line of another format
-        if self._again:
-            for file in self._files.values():
-                file.reset()
-            self._clear()
-            self.poll()
+        return new
 
     def values(self, key: str) -> Sequence[float]:
         """Return the values of a metric."""
@@ -201,7 +191,8 @@ class Run:
         values = self.values(key)
         return values[-1] if values else None
 
-    def _clear(self) -> None:
+    def _start(self) -> None:
+        self._files = {name: Lines(self.path / name, name == TENSORS) for name in (METRICS, TENSORS, EVENTS)}
         self.series: dict[str, Series] = {}
         self.grids: dict[str, Grid] = {}
         self.rows: dict[str, list[str]] = {}
@@ -209,11 +200,6 @@ class Run:
         self.load: tuple[int, list[list[float]]] | None = None
         self._places: dict[str, list[int] | None] = {}  # row of each value of a line; None: in order
         self._last = {"metrics": 0, "tensors": 0}
-        self._again = False
-
-    def _restart(self) -> None:
-        self.generation += 1
-        self._again = True
 
     def _read_about(self) -> None:
         try:
@@ -233,7 +219,6 @@ class Run:
     def _metric(self, entry: dict[str, Any]) -> None:
         step = entry["step"]
         if step < self._last["metrics"]:  # the run rewound: lines of later steps are no longer valid
-            self.generation += 1
             for series in self.series.values():
                 series.cut(step)
         self._last["metrics"] = step
@@ -251,7 +236,6 @@ class Run:
             return
         step = entry["step"]
         if step < self._last["tensors"]:
-            self.generation += 1
             for grid in self.grids.values():
                 grid.cut(step)
         self._last["tensors"] = step
@@ -270,12 +254,10 @@ class Run:
         """Return the rows of these names in a group; new names are appended."""
         rows = self.rows.setdefault(group, [])
         known = {name: i for i, name in enumerate(rows)}
-        new = [name for name in names if name not in known]
-        if new:
-            if rows:
-                self.generation += 1
-            rows.extend(new)
-            known = {name: i for i, name in enumerate(rows)}
+        for name in names:
+            if name not in known:
+                known[name] = len(rows)
+                rows.append(name)
         places = [known[name] for name in names]
         return None if places == list(range(len(places))) else places
 

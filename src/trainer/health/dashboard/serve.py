@@ -1,65 +1,49 @@
 """The live dashboard: a server on the loopback address that reads what the runs write.
 
     GET /               the page with all data so far
-    GET /data?since=T   JSON: what is new since the response with token T, and a new token
+    GET /data?since=T   JSON: the same data, and a token for it; the token alone if it is T
 
-The page polls every few seconds. A token records how much of each run has been sent. An unknown token (the server was
-restarted) or an outdated one (a run rewound) yields everything. The server answers only this machine, and no page of
-another site whose name resolves to this machine: the request's Host must be the loopback's.
+The page polls every few seconds. The server answers only this machine, and no page of another site whose name resolves
+to this machine: the request's Host must be the loopback's.
 """
 
-import itertools
+import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from trainer.health.dashboard.page import Cursor, as_json, page, payload
+from trainer.health.dashboard.page import as_json, page, payload
 from trainer.health.dashboard.read import Run
+from trainer.health.dashboard.summary import summary
 
 LOOPBACK = "127.0.0.1"
-READERS = 100
-"""Number of remembered tokens, thus of open pages."""
-MOST_NEW = 2000
-"""If a page misses more steps than this, it gets everything again, decimated."""
 
 
 class Live:
-    """The runs, and what each open page has received. Thread-safe."""
+    """The data of the runs as they are now. Thread-safe."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._runs = [Run(path) for path in paths]
         self._lock = threading.Lock()
-        self._tokens: OrderedDict[str, list[Cursor]] = OrderedDict()
-        self._numbers = itertools.count(1)
-        self._origin = id(self)
+        self._states: list[dict[str, Any]] | None = None
+        self._data: dict[str, Any] = {}
 
     def page(self) -> str:
         """Return the page with all data."""
-        return page(self.data(""), live=True)
+        return page(self.data(), live=True)
 
-    def data(self, token: str) -> dict[str, Any]:
-        """Return what is new since the response with this token."""
+    def data(self, token: str = "") -> dict[str, Any]:
+        """Return all data, or only the token if it is that of the latest data."""
         with self._lock:
-            for run in self._runs:
-                run.poll()
-            sent = self._tokens.get(token)
-            now = [Cursor(run) for run in self._runs]
-            answer = payload(self._runs, sent=[_recent(*pair) for pair in zip(sent, now, strict=True)] if sent else ())
-            fresh = f"{self._origin}-{next(self._numbers)}"
-            self._tokens[fresh] = now
-            while len(self._tokens) > READERS:
-                self._tokens.popitem(last=False)
-            return answer | {"token": fresh}
-
-
-def _recent(sent: Cursor, now: Cursor) -> Cursor | None:
-    """Return the cursor, or None if the run has advanced so far that sending all of it again is better."""
-    most = max((count - sent.series.get(key, 0) for key, count in now.series.items()), default=0)
-    return sent if most <= MOST_NEW else None
+            has_new = [run.poll() for run in self._runs]
+            states = [summary(run) for run in self._runs]  # a run falls silent without a new line
+            if any(has_new) or states != self._states:
+                self._states = states
+                self._data = payload(self._runs) | {"token": secrets.token_hex(8)}
+            return {"token": token} if self._data["token"] == token else self._data
 
 
 class Server(ThreadingHTTPServer):

@@ -81,7 +81,7 @@ def test_a_run_of_thousands_of_steps_opens_about_as_fast_as_one_of_forty(
 ) -> None:
     browser.show(1400, 900)
     url = (pages / "one.html").as_uri()
-    few, many = (min(browser.open(each) for _ in range(3)) for each in ((pages / "short.html").as_uri(), url))
+    few, many = (min(browser.open(each) for _ in range(2)) for each in ((pages / "short.html").as_uri(), url))
     assert many < 10 * few
     assert browser.problems == [] and browser.requests == [url]
     there = titles(browser)
@@ -275,7 +275,7 @@ def test_live(
     try:
         browser.show(1000, 800)
         browser.open(server.url)
-        browser.run("zoom(100, 200)")
+        browser.run("(view.pause = 50, zoom(100, 200))")
         continue_run(first, 400, 100)
         made(tmp_path / "later", steps=200, recipe="bf16")
         browser.until("view.full[1] === 500 && view.runs[1].curves.size > 0")
@@ -288,4 +288,4 @@ def test_live(
         server.server_close()
         thread.join()
     browser.until("document.querySelector('.live.lost') !== null")
-    assert not [one for one in browser.problems if "ERR_CONNECTION_REFUSED" not in one]
+    assert not [one for one in browser.problems if "ERR_CONNECTION_RE" not in one]  # refused, or reset

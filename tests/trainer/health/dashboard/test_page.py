@@ -5,7 +5,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.health.dashboard.at_end import write_at_end
-from trainer.health.dashboard.page import EVENTS, Cursor, page, payload
+from trainer.health.dashboard.page import EVENTS, page, payload
 from trainer.health.dashboard.read import Run, Series
 from trainer.health.dashboard.summary import model_line, summary
 
@@ -206,36 +205,3 @@ def test_the_page_is_waited_for_a_while(
     write_at_end(path, None, patience=0.05)
     assert answered == [] and "not done within 0.05 s" in caplog.text
     answers.set()
-
-
-def test_a_page_that_was_opened_before_the_first_tensors_gets_their_names(
-    tmp_path: Path, made: Callable[..., Path]
-) -> None:
-    folder = made(tmp_path / "run", steps=10)
-    lines = (folder / "tensors.jsonl").read_text()
-    (folder / "tensors.jsonl").write_text("")
-    run = opened(folder)
-    cursor = Cursor(run)
-    (folder / "tensors.jsonl").write_text(lines)
-    run.poll()
-    (more,) = payload([run], sent=[cursor])["runs"]
-    assert more["more"] and {key.partition("/")[0] for key in more["grids"]} <= more["rows"].keys()
-    (after,) = payload([run], sent=[Cursor(run)])["runs"]
-    assert after["more"] and "fp8" not in after["rows"]
-
-
-def test_a_page_gets_only_what_it_lacks(
-    tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
-) -> None:
-    run = opened(made(tmp_path / "run", steps=100, goal=200))
-    cursor = Cursor(run)
-    (nothing,) = payload([run], sent=[cursor])["runs"]
-    assert nothing["more"] and nothing["curves"] == [] and nothing["grids"] == {} and nothing["events"] == []
-    continue_run(run.path, 100, 6)
-    run.poll()
-    (more,) = payload([run], sent=[cursor])["runs"]
-    assert more["more"] and all(group["x"] in ([102, 2, 2], [106]) for group in more["curves"])
-    assert more["grids"]["fp8/scale"]["x"] == [102, 2, 2] and more["about"]["step"] == 106
-    run.generation += 1
-    (everything,) = payload([run], sent=[cursor])["runs"]
-    assert not everything["more"] and max(len(group["x"]) for group in everything["curves"]) == 53

@@ -44,21 +44,12 @@ def test_a_growing_run_is_read_incrementally(folder: Path) -> None:
     lines(folder / "events.jsonl", {"step": 3, "kind": "alert", "message": "x"})
     run.poll()
     assert course(run) == {1: 5.0, 2: 4.0, 3: 3.0} and run.last("loss/validation") == 3.5
-    assert [event["kind"] for event in run.events] == ["alert"] and run.generation == 0
+    assert [event["kind"] for event in run.events] == ["alert"]
 
 
 def test_lines_without_metrics_are_skipped(folder: Path) -> None:
-    odd = [
-        "garbage\n",
-        "[1]\n",
-        '{"step": 1e400}\n',
-        '{"step": "9"}\n',
-        "[" * 100_000 + "\n",
-        f'{{"a": {10**400}}}\n',
-        '{"loss/lm": 1}\n',
-        '{"step": null}\n',
-        '{"step": 9, "loss/lm": null, "a": "b"}\n',
-    ]
+    odd = ["garbage\n", "[1]\n", '{"step": 1e400}\n', '{"step": "9"}\n', "[" * 100_000 + "\n"]
+    odd += [f'{{"a": {10**400}}}\n', '{"loss/lm": 1}\n', '{"step": null}\n', '{"step": 9, "loss/lm": null}\n']
     lines(folder / "metrics.jsonl", *odd, {"step": 10, "loss/lm": 1.0})
     lines(folder / "tensors.jsonl", {"step": 1, "fp8": {"scale": [1.0]}}, {"names": 3}, "\x00\n", {"step": 2, "fp8": 1})
     lines(folder / "events.jsonl", {"step": 1}, {"kind": 7})
@@ -115,15 +106,14 @@ def test_a_file_that_is_replaced_is_read_again(folder: Path) -> None:
     run.poll()
     lines(folder / "metrics.jsonl", {"step": 1, "loss/lm": 5.0}, mode="w")  # a resumed run drops lines
     run.poll()
-    assert course(run) == {1: 5.0} and run.generation == 1
-    run.poll()
+    assert course(run) == {1: 5.0} and not run.poll()
     lines(folder / "metrics.jsonl", {"step": 2, "loss/lm": 4.5}, {"step": 3, "loss/lm": 4.2})
     run.poll()
-    assert course(run) == {1: 5.0, 2: 4.5, 3: 4.2} and run.generation == 1
+    assert course(run) == {1: 5.0, 2: 4.5, 3: 4.2}
     # as long as before, and longer: known by what it ends in
     lines(folder / "metrics.jsonl", *({"step": step, "loss/lm": 6.5} for step in range(1, 6)), mode="w")
     run.poll()
-    assert course(run) == dict.fromkeys(range(1, 6), 6.5) and run.generation == 2
+    assert course(run) == dict.fromkeys(range(1, 6), 6.5)
 
 
 def test_a_run_that_goes_back_takes_the_new_course(folder: Path) -> None:
@@ -135,7 +125,7 @@ def test_a_run_that_goes_back_takes_the_new_course(folder: Path) -> None:
     lines(folder / "metrics.jsonl", {"step": 1, "loss/lm": 5.5}, {"step": 3, "loss/lm": 3.0})
     lines(folder / "tensors.jsonl", names, {"step": 1, "fp8": {"scale": [7.0, None]}})
     run.poll()
-    assert course(run) == {1: 5.5, 3: 3.0} and not run.series["moe/entropy"].steps and run.generation > 0
+    assert course(run) == {1: 5.5, 3: 3.0} and not run.series["moe/entropy"].steps
     grid = run.grids["fp8/scale"]
     assert grid.steps == [1]
     np.testing.assert_array_equal(grid.matrix(2), [[7.0, np.nan]])
