@@ -5,7 +5,7 @@ know the GPU's UUID. `find` matches it first, then the address on the PCI bus; i
 container), it takes that one. A slice of a GPU (MIG) has no meter of its own: the whole GPU is read, and `Gpu.sliced`
 is true.
 
-Any call may fail: the GPU lacks the sensor, an old driver lacks the function, or a container may not call it. Such a
+Any call may fail: the GPU lacks the sensor, the driver lacks the function, or a container may not call it. Such a
 quantity is None and not queried again; the others continue. A GPU that has fallen off the bus raises `GpuLost`.
 
 No call touches the GPU's queue or waits for it. But a call may take milliseconds, and many if the driver is in trouble:
@@ -157,10 +157,7 @@ class Gpu:
 
     def reasons(self) -> int | None:
         """Why the clock is reduced: bits of POWER_CAP, THERMAL, HARDWARE, IDLE, and others."""
-        value = self._ask("reasons", "nvmlDeviceGetCurrentClocksEventReasons")
-        if value is None:
-            value = self._ask("reasons by their old name", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        return value
+        return self._ask("reasons", "nvmlDeviceGetCurrentClocksEventReasons")
 
     def ecc_errors(self) -> int | None:
         """Uncorrectable ECC memory errors since the driver was loaded."""

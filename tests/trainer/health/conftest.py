@@ -2,7 +2,6 @@
 
 import ctypes
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,35 +76,20 @@ class FakeNvml:
 
 
 @pytest.fixture(scope="session")
-def build_nvml(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The library, compiled; with a name for the preprocessor, that variant of it."""
-
-    def build(define: str = "NEW") -> Path:
-        path = tmp_path_factory.getbasetemp() / f"nvml_{define}.so"
-        if not path.exists():
-            command = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", f"-D{define}", str(SOURCE), "-o", str(path)]
-            try:
-                subprocess.run(command, check=True)
-            except FileNotFoundError:
-                pytest.skip("needs a C compiler")
-        return path
-
-    return build
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, compiled."""
+    path = tmp_path_factory.mktemp("nvml") / "nvml.so"
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", str(SOURCE), "-o", str(path)], check=True)
+    except FileNotFoundError:
+        pytest.skip("needs a C compiler")
+    return path
 
 
 @pytest.fixture
-def load_nvml(build_nvml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeNvml]:
-    """Put the library where pynvml has the driver's."""
-
-    def load(define: str = "NEW") -> FakeNvml:
-        library = ctypes.CDLL(str(build_nvml(define)))
-        monkeypatch.setattr(pynvml, "nvmlLib", library)
-        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        return FakeNvml(library)
-
-    return load
-
-
-@pytest.fixture
-def nvml(load_nvml: Callable[..., FakeNvml]) -> FakeNvml:
-    return load_nvml()
+def nvml(built: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """The library, where pynvml has the driver's."""
+    library = ctypes.CDLL(str(built))
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return FakeNvml(library)

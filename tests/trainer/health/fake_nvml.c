@@ -1,5 +1,4 @@
-/* A GPU that does what a test says, behind NVML's own C interface: names, types and structures as in NVIDIA's nvml.h.
-   Built with OLD it is a driver that lacks what came later. */
+/* A GPU that does what a test says, behind NVML's own C interface: names, types and structures as in NVIDIA's nvml.h. */
 #include <stdint.h>
 #include <string.h>
 
@@ -80,14 +79,9 @@ int nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, nvmlFieldValue_t *v
     }
     return OK;
 }
-#ifdef OLD
-int nvmlDeviceGetTemperature(nvmlDevice_t device, int sensor, unsigned *out) { return get(device, TEMPERATURE, out, 4); }
-int nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t device, uint64_t *out) { return get(device, REASONS, out, 8); }
-#else
 typedef struct { uint32_t version, sensor; int32_t temperature; } nvmlTemperature_t;
 int nvmlDeviceGetTemperatureV(nvmlDevice_t device, nvmlTemperature_t *out) {
     if (out->version != (sizeof *out | 1 << 24)) return 25; /* argument version mismatch */
     return get(device, TEMPERATURE, &out->temperature, 4);
 }
 int nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device, uint64_t *out) { return get(device, REASONS, out, 8); }
-#endif

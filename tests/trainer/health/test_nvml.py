@@ -54,12 +54,6 @@ def test_readings_of_a_gpu(nvml) -> None:
     assert gpu.reasons() == ours.POWER_CAP | 0x40 and gpu.ecc_errors() == 2
 
 
-def test_an_old_driver_gives_the_same_under_old_names(load_nvml: Callable) -> None:
-    load_nvml("OLD").add(f"GPU-{UUID}").set(reasons=0x08, temperature=51)
-    gpu = find_by(UUID)
-    assert (gpu.reasons(), gpu.celsius()) == (0x08, 51)
-
-
 def test_a_refused_reading_is_not_asked_again_and_the_rest_continues(nvml) -> None:
     fake = nvml.add(f"GPU-{UUID}")
     fake.refuse(pynvml.NVML_ERROR_NOT_SUPPORTED, "energy", "memory_temperature", "reasons", "ecc", "limit")
