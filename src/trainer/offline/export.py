@@ -7,9 +7,7 @@ tokenizer.json. The run folder records the backends (backends.json).
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from models import ModelConfig
 from models.config import RouterScoring
 from precision import PrecisionConfig
 from precision.errors import UserError
@@ -17,10 +15,10 @@ from trainer.checkpoint import checkpoint_step, read_meta
 from trainer.checkpoint.storage import SavedTensors
 from trainer.config.data import TOKENIZER
 from trainer.files import check_new
-from trainer.offline.hf_export import Exported, ExportFormat, export, saved_model
+from trainer.offline.hf_export import Exported, ExportFormat, export
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TokenizerSource
-from trainer.offline.saved_model import check_tokenizer, chosen_checkpoint, config_at
+from trainer.offline.saved_model import check_tokenizer, chosen_checkpoint, config_at, section_of
 from trainer.run.names import CONFIG
 from trainer.run.run_folder import saved_backends
 
@@ -43,11 +41,11 @@ def export_run(
     check_new(out)
     checkpoint, remarks = chosen_checkpoint(run, step)
     folder, meta = checkpoint.parent.parent, read_meta(checkpoint)
-    model = saved_model(meta, checkpoint)
+    model = section_of(ModelConfig, meta.get("model"), "model", checkpoint)
     if mtp and not model.num_mtp_layers:
         raise UserError(f"--mtp: {folder} has no multi-token prediction; leave it out")
     source = _tokenizer(checkpoint, meta, tokenizer)
-    quantizer = _quantizer(folder, checkpoint, meta) if numbers is ExportFormat.fp8 else None
+    quantizer = _quantizer(model, checkpoint, meta) if numbers is ExportFormat.fp8 else None
     remarks.append(f"of {checkpoint}")
     made = export(checkpoint, out, model, numbers, source, quantizer=quantizer, mtp=mtp, max_file_bytes=max_file_bytes)
     if made.left:
@@ -61,26 +59,19 @@ def export_run(
     return made, remarks
 
 
-def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantizer:
+def _quantizer(model: ModelConfig, checkpoint: Path, meta: dict[str, Any]) -> Quantizer:
     """Return the FP8 quantiser: the run's own recipe, or the scales that an imported model came with."""
-    saved = SavedTensors(checkpoint)
+    folder, saved = checkpoint.parent.parent, SavedTensors(checkpoint)
     if "source" in meta:
         return KeptQuantizer(saved, checkpoint)
-    try:
-        precision = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(PrecisionConfig), _config(checkpoint)["precision"])
-        )
-    except (OmegaConfBaseException, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{folder / CONFIG}: precision cannot be read ({reason}); use the version of the run") from None
-    assert isinstance(precision, PrecisionConfig)
+    precision = section_of(PrecisionConfig, _config(checkpoint).get("precision"), "precision", folder / CONFIG)
     if precision.name != meta["precision"]:
         raise UserError(
             f"--dtype fp8: {checkpoint} was trained as {meta['precision']}, and the run is {precision.name} now; "
             "export a later step, or use --dtype bf16"
         )
     backends = saved_backends(folder, checkpoint_step(checkpoint)) or {}
-    return RunQuantizer(saved_model(meta, checkpoint), precision, backends, saved, checkpoint)
+    return RunQuantizer(model, precision, backends, saved, checkpoint)
 
 
 def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource:

@@ -138,20 +138,6 @@ def export(
     return Exported(out, len(files), len(where), total, fp8 / sum(prod(w.shape) for w in weights), left)
 
 
-def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
-    """Return the model's config in a checkpoint's meta. Raises UserError if this version does not know it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), meta["model"]))
-    except (OmegaConfBaseException, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{checkpoint}: its model cannot be read ({reason}); use the version that saved it") from None
-    assert isinstance(config, ModelConfig)
-    return config
-
-
 def _units(config: ModelConfig, plain: torch.dtype, quantizer: Quantizer | None) -> Iterator[Unit]:
     known, copied = shapes(config), dict[str, Matrix]()
     for matrix in matrices(config):

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from models import ModelConfig
@@ -37,6 +35,7 @@ from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import Piece, finish, write_pieces
 from trainer.config.data import TOKENIZER
 from trainer.config.paths import as_typed
+from trainer.config.schema import fit
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
 from trainer.offline.hf_tokenizer import FILES, GENERATION, TOKEN_IDS, copy_files, write_json
@@ -122,17 +121,13 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     if (max(layers - dense, 0) + mtp) * experts > most:
         with_experts = counted(max(layers - dense, 0) + mtp, "layer")
         raise _too_many(folder, f"{counted(experts, 'expert')} in each of {with_experts}")
-    path = folder.folder / "config.json"
     try:
         config = from_hf_config(folder.config)
-        read_back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain_model(config)))
+        fit(plain_model(config), ModelConfig, lambda key, value: key)  # each value has its type
     except UserError as error:
         raise UserError(f"{folder.folder}: {error}") from None
-    except (TypeError, KeyError, AttributeError, OmegaConfBaseException) as error:
-        why = str(error).partition("\n")[0]
-        raise UserError(f"{path}: cannot be read ({why}); is it DeepSeek's?") from None
-    if read_back != config:  # a text, say, that a run would take for a number
-        raise UserError(f"{path}: has a value of another type than DeepSeek's; correct it")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files lack these layers")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -27,6 +27,7 @@ from trainer.checkpoint.manifest import STATE, verify
 from trainer.checkpoint.storage import SavedTensors
 from trainer.config import RECIPE, Config, load
 from trainer.config.data import TOKENIZER
+from trainer.config.schema import fit
 from trainer.config.timeline import Segment, Timeline
 from trainer.config_diff import configs_before, read_yaml
 from trainer.data import load_tokenizer
@@ -36,6 +37,7 @@ from trainer.launch.device import pick_device, tune_host
 from trainer.run.names import CHECKPOINTS, CONFIG
 from trainer.run.run_folder import find_checkpoint, saved_backends
 
+Section = TypeVar("Section")
 AXES = "replicate", "shard", "expert", "context", "tensor", "pipeline", "stages_per_rank"
 ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None, "schedule": "interleaved"}
 
@@ -159,6 +161,14 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
     if "run" not in tree:
         raise UserError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree
+
+
+def section_of(kind: type[Section], tree: Any, key: str, source: Path) -> Section:
+    """Return a section of the config that a run or checkpoint has. Raises UserError if this version cannot read it."""
+    try:
+        return fit(tree, kind, lambda key, value: f"{key}={value}: there is no such key", key)
+    except UserError as error:
+        raise UserError(f"{source}: {key} cannot be read ({error}); use the version that wrote it") from None
 
 
 def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:

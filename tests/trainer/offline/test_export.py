@@ -26,9 +26,9 @@ from precision.formats import E4M3
 from trainer.checkpoint import read, read_meta
 from trainer.launch.command_line import guarded
 from trainer.offline.export import export_run
-from trainer.offline.hf_export import ExportFormat, saved_model
+from trainer.offline.hf_export import ExportFormat
 from trainer.offline.hf_fp8 import dequantize
-from trainer.offline.saved_model import open_run
+from trainer.offline.saved_model import open_run, section_of
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
@@ -78,7 +78,7 @@ def exported(runs: Path) -> dict[str, Path]:
 def state_of(run: Path) -> tuple[dict[str, Any], ModelConfig]:
     """What the run's last checkpoint holds."""
     (checkpoint,) = (run / "checkpoints").iterdir()
-    return read(checkpoint)[0], saved_model(read_meta(checkpoint), checkpoint)
+    return read(checkpoint)[0], section_of(ModelConfig, read_meta(checkpoint)["model"], "model", checkpoint)
 
 
 def ours(run: Path, precision: PrecisionConfig) -> DeepSeek:
