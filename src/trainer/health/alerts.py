@@ -9,8 +9,8 @@ A rule is a small object that sees every logged line, in order, and returns what
 A rule keeps its past in `History`s. `Alerts` knows which alerts were raised before. It raises an alert when its
 condition begins: one per rule and line, for all affected tensors. It raises it again after `QUIET` lines without the
 condition, or every `repeat` steps while the condition lasts. To write a rule, subclass `Rule`, give it a `name` (the
-config key of its threshold), implement `check`, and pass it to `Alerts.add`. A rule must accept missing keys, None (NaN
-in metrics.jsonl) and NaN: `number()` turns all three into None.
+config key of its threshold), implement `check`, and list it in `rules.RULES`. A rule must accept missing keys, None
+(NaN in metrics.jsonl) and NaN: `number()` turns all three into None.
 
 Steps go back when a run rewinds: a `History` then drops later values, and alerts may be raised again. The checkpoint
 holds no state of rules: a run that resumes replays the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`),
@@ -22,7 +22,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -153,6 +153,14 @@ class _LastAlert:
     quiet: int = 0
 
 
+@dataclass
+class _Raised:
+    """The alerts of a rule that may last, by subject, and the lines since one was raised."""
+
+    last: dict[str, _LastAlert] = field(default_factory=dict)
+    lines: int = QUIET
+
+
 class Alerts:
     """The rules of a run, on rank 0. A rule takes microseconds a line, a millisecond for a sampled step.
 
@@ -160,22 +168,11 @@ class Alerts:
     """
 
     def __init__(self, rules: Iterable[Rule] = (), repeat: int | None = None):
-        self._repeat = repeat
-        self._rules: list[Rule] = []
-        self._last_alerts: dict[str, dict[str, _LastAlert]] = {}
-        self._lines_since: dict[str, int] = {}
+        self._repeat, self._rules = repeat, list(rules)
+        self._raised = {rule.name: _Raised() for rule in self._rules}
         self._names: Entry = {}
         self._inside: Entry | None = None
         self._last = 0
-        self.add(*rules)
-
-    def add(self, *rules: Rule) -> None:
-        """Add rules with distinct names."""
-        for rule in rules:
-            assert rule.name not in self._last_alerts, rule.name
-            self._rules.append(rule)
-            self._last_alerts[rule.name] = {}
-            self._lines_since[rule.name] = QUIET
 
     def tensors(self, entry: Entry) -> None:
         """Take a line of tensors.jsonl. It comes before the line of metrics of its step."""
@@ -216,8 +213,8 @@ class Alerts:
     def _check(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
         if step < self._last:  # the run was rewound: an alert may be raised again
-            for raised in self._last_alerts.values():
-                raised.clear()
+            for raised in self._raised.values():
+                raised.last.clear()
         self._last = step
         named = None if tensors is None else {**tensors, "names": self._names}
         return [alert for rule in rules if (alert := self._combined(rule, step, rule.check(step, metrics, named)))]
@@ -226,23 +223,21 @@ class Alerts:
         """Return one alert for everything new in `wrong`, or None."""
         if wrong is None:
             return None
-        raised = self._last_alerts[rule.name]
-        self._lines_since[rule.name] += 1
-        for about in raised.keys() - {alert.about for alert in wrong}:
-            raised[about].quiet += 1
-            if raised[about].quiet >= QUIET:
-                del raised[about]
-        new = [alert for alert in wrong if self._is_new(rule, step, alert, raised)]
-        if not new or self._lines_since[rule.name] <= QUIET:
+        raised = self._raised[rule.name]
+        raised.lines += 1
+        for about in raised.last.keys() - {alert.about for alert in wrong}:
+            raised.last[about].quiet += 1
+            if raised.last[about].quiet >= QUIET:
+                del raised.last[about]
+        new = [alert for alert in wrong if self._is_new(rule, step, raised.last.get(alert.about))]
+        if not new or raised.lines <= QUIET:
             return None  # too soon after the last alert: raised later if the condition lasts
-        self._lines_since[rule.name] = 0
-        for alert in wrong:
-            raised[alert.about] = _LastAlert(step)
+        raised.lines = 0
+        raised.last |= {alert.about: _LastAlert(step) for alert in wrong}
         first, others = new[0], len(wrong) - 1
         return replace(first, message=f"{first.message} (and {others} more)") if others else first
 
-    def _is_new(self, rule: Rule, step: int, alert: Alert, raised: dict[str, _LastAlert]) -> bool:
-        before = raised.get(alert.about)
+    def _is_new(self, rule: Rule, step: int, before: _LastAlert | None) -> bool:
         if before is None:
             return True
         before.quiet = 0

@@ -117,21 +117,15 @@ class Health:
         with sampling(self._casts):
             yield
 
-    def _inside(self) -> dict[str, Tensor]:
-        """Return the statistics of the sampled step. A collective."""
-        world = self._engine.world
-        seen = {f"{VECTOR}blocks/kurtosis_{place}": mean for place, mean in self._kurtosis.means(world).items()}
-        if len(self.rows):
-            seen |= {f"{VECTOR}fp8/{what}": share for what, share in self._casts.shares(world).items()}
-        return seen
-
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
         """Return a step's metrics, on the device. load: [blocks with experts, E]. ok: whether it counted. A
         collective."""
-        if self._sampled:
-            self._seen |= self._inside()
-            self._sampled = False
         e, arena = self._engine, self._engine.arena
+        if self._sampled:
+            self._sampled = False
+            self._seen |= {f"{VECTOR}blocks/kurtosis_{kind}": m for kind, m in self._kurtosis.means(e.world).items()}
+            if len(self.rows):
+                self._seen |= {f"{VECTOR}fp8/{what}": share for what, share in self._casts.shares(e.world).items()}
         norm, update = e.optimizer.norms(ok)
         found = {"optim/param_norm": norm, "optim/update_ratio": update / norm}
         if len(self.rows):

@@ -248,9 +248,8 @@ class PowerMeter:
             means = "some GPUs are not metered" if self._found.ranks else "off"
             self._event("power", step, f"{means}: {self._found.problem}")
         elif not self._found.ranks:
-            log.info(
-                "power and temperature are not measured: %s", "health.power.enabled=false" if self._off else "no GPU"
-            )
+            why = "health.power.enabled=false" if self._config.enabled is Switch.false else "no GPU"
+            log.info("power and temperature are not measured: %s", why)
         if gpu is None:
             return
         limit = f", limit {gpu.limit_watts:.0f} W" if gpu.limit_watts is not None else ""
@@ -258,10 +257,6 @@ class PowerMeter:
         log.info("metering %s %s%s%s", gpu.name, gpu.uuid, limit, part)
         self._sampler = Sampler(gpu, self._config.seconds, idle)
         self._sampler.start()
-
-    @property
-    def _off(self) -> bool:
-        return self._config.enabled is Switch.false
 
     def read(self, step: int, tokens: int, seconds: float, steps: int) -> dict[str, float]:
         """Return the gpu/ keys of a logged line, the same on all ranks; empty if nothing is metered. A collective.

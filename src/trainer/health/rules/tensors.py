@@ -102,7 +102,7 @@ class _Twice(Rule):
 
 class _CastShare(_Twice):
     """A cast loses a share of a tensor's elements. A run's first steps do not count: scales have no history yet and
-    values move fast. helps: whether `recipe` has scales that the run does not have."""
+    values move fast. scaling: of the run's plan, if known."""
 
     SETTLED = 100
     group = "fp8"
@@ -110,15 +110,16 @@ class _CastShare(_Twice):
     reason: str
     recipe: str
 
-    def __init__(self, share: float, helps: bool):
+    def __init__(self, share: float, scaling: ScalingConfig | None = None):
         super().__init__(share)
-        self._helps = helps
+        self._scaling = scaling
 
-    def _helps_with(self, name: str) -> bool:
-        return self._helps
+    def _helps(self, name: str) -> bool:
+        """Return whether `recipe` has scales for a tensor that the run does not have."""
+        raise NotImplementedError
 
     def _alert(self, step: int, name: str, share: float) -> Alert:
-        other = f"{self.recipe}, or " if self._helps_with(name) else ""
+        other = f"{self.recipe}, or " if self._helps(name) else ""
         message = (
             f"{100 * share:.3g} % of {name} {self.does} (health.alerts.{self.name}={self._threshold:g}); "
             f"{self.reason}: {other}keep this tensor in BF16 (precision.rules.exceptions)"
@@ -133,8 +134,8 @@ class Saturated(_CastShare):
     does = "is clipped in its cast to FP8"
     reason, recipe = "its amax grows faster than its scale follows", "use current scaling (+recipe=fp8_jit)"
 
-    def __init__(self, share: float, scaling: ScalingConfig | None = None):
-        super().__init__(share, scaling is None or scaling.method is Method.delayed)
+    def _helps(self, name: str) -> bool:
+        return self._scaling is None or self._scaling.method is Method.delayed
 
 
 class Underflown(_CastShare):
@@ -144,11 +145,9 @@ class Underflown(_CastShare):
     does = "becomes zero in its cast to FP8"
     reason, recipe = "a few large values hold its scale down", "use finer scales (+recipe=fp8_block)"
 
-    def __init__(self, share: float, scaling: ScalingConfig | None = None):
-        super().__init__(share, scaling is None or scaling.granularity is not Granularity.block)
-
-    def _helps_with(self, name: str) -> bool:
-        return self._helps and ".attn.core" not in name  # one scale a tensor in every recipe
+    def _helps(self, name: str) -> bool:
+        coarse = self._scaling is None or self._scaling.granularity is not Granularity.block
+        return coarse and ".attn.core" not in name  # one scale a tensor in every recipe
 
 
 class MaxLogit(_Twice):
