@@ -113,12 +113,10 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]] | None:
 def latest(run: Run) -> dict[str, Any]:
     """Return the last column of each quantity, for the table: {"saturated": {"step": 900, "values": [...]}}."""
     out = {}
-    rows = len(run.rows.get("fp8", ()))
     for key, source in run.grids.items():
         group, _, quantity = key.partition("/")
         if group == "fp8" and source.columns:
-            column = source.matrix(rows, len(source.columns) - 1)[0].tolist()
-            values = [float(f"{value:.4g}") if math.isfinite(value) else None for value in column]
+            values = [float(f"{v:.4g}") if math.isfinite(v) else None for v in source.columns[-1].tolist()]
             out[quantity] = {"step": source.steps[-1], "values": values}
     return out
 

@@ -128,10 +128,10 @@ class Grid:
             self.steps.pop()
             self.columns.pop()
 
-    def matrix(self, num_rows: int, since: int = 0) -> np.ndarray:
-        """Return [columns from `since` on, rows]. Columns from before a row was known are padded with NaN."""
-        out = np.full((len(self.columns) - since, num_rows), np.nan, dtype=np.float32)
-        for i, column in enumerate(self.columns[since:]):
+    def matrix(self, num_rows: int) -> np.ndarray:
+        """Return [columns, rows]. Columns from before a row was known are padded with NaN."""
+        out = np.full((len(self.columns), num_rows), np.nan, dtype=np.float32)
+        for i, column in enumerate(self.columns):
             out[i, : len(column)] = column
         return out
 
@@ -198,7 +198,7 @@ class Run:
         self.rows: dict[str, list[str]] = {}
         self.events: list[dict[str, Any]] = []
         self.load: tuple[int, list[list[float]]] | None = None
-        self._places: dict[str, list[int] | None] = {}  # row of each value of a line; None: in order
+        self._places: dict[str, list[int]] = {}  # row of each value of a line
         self._last = {"metrics": 0, "tensors": 0}
 
     def _read_about(self) -> None:
@@ -250,7 +250,7 @@ class Run:
             elif group == "load":
                 self.load = step, quantities
 
-    def _place(self, group: str, names: list[str]) -> list[int] | None:
+    def _place(self, group: str, names: list[str]) -> list[int]:
         """Return the rows of these names in a group; new names are appended."""
         rows = self.rows.setdefault(group, [])
         known = {name: i for i, name in enumerate(rows)}
@@ -258,19 +258,14 @@ class Run:
             if name not in known:
                 known[name] = len(rows)
                 rows.append(name)
-        places = [known[name] for name in names]
-        return None if places == list(range(len(places))) else places
+        return [known[name] for name in names]
 
-    def _column(self, key: str, step: int, places: list[int] | None, values: list[float | None]) -> None:
-        group = key.partition("/")[0]
+    def _column(self, key: str, step: int, places: list[int], values: list[float | None]) -> None:
+        if len(values) != len(places):
+            raise ValueError(f"{key}: not as many values as names")
+        column = np.full(len(self.rows[key.partition("/")[0]]), np.nan, dtype=np.float32)
         with np.errstate(over="ignore"):  # damaged digits: inf
-            column = np.array(values, dtype=np.float32)  # None becomes NaN
-        if places is not None:
-            spread = np.full(len(self.rows[group]), np.nan, dtype=np.float32)
-            spread[places] = column
-            column = spread
-        if len(column) > len(self.rows[group]):
-            raise ValueError(f"{key}: more values than names")
+            column[places] = np.array(values, dtype=np.float32)  # None becomes NaN
         self.grids.setdefault(key, Grid()).add(step, column)
 
     def _event(self, entry: dict[str, Any]) -> None:
