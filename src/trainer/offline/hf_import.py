@@ -38,7 +38,7 @@ from trainer.config.paths import as_typed
 from trainer.config.schema import fit
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
-from trainer.offline.hf_tokenizer import FILES, GENERATION, TOKEN_IDS, copy_files, write_json
+from trainer.offline.hf_tokenizer import FILES, GENERATION, SETTINGS, TOKEN_IDS, copy_files, write_json
 from trainer.offline.row_reader import TILE, HfFolder, row_steps
 
 PLAIN = ("F32", "BF16", "F16")
@@ -251,10 +251,10 @@ def _end_of_text(folder: HfFolder) -> str | None:
     """Return the token that ends a text, from tokenizer_config.json; None without a tokenizer."""
     there = [name for name in FILES if (folder.folder / name).is_file()]
     settings = {name: folder.json(name) for name in there}
-    token = settings.get(FILES[1], {}).get("eos_token") if TOKENIZER in there else None
+    token = settings.get(SETTINGS, {}).get("eos_token") if TOKENIZER in there else None
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None and (not isinstance(token, str) or not token.isprintable() or "${" in token):
-        raise UserError(f"{folder.folder / FILES[1]}: eos_token={token!r} is not the text of a token; correct it")
+        raise UserError(f"{folder.folder / SETTINGS}: eos_token={token!r} is not the text of a token; correct it")
     return token
 
 

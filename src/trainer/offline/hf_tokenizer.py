@@ -16,8 +16,8 @@ from typing import Any
 
 from trainer.config.data import TOKENIZER
 
-GENERATION = "generation_config.json"
-FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+SETTINGS, SPECIAL, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+FILES = TOKENIZER, SETTINGS, SPECIAL, GENERATION
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
@@ -28,10 +28,6 @@ class TokenizerSource:
 
     path: Path
     end_of_text: str | None = None
-
-    def check(self) -> None:
-        """Raise UserError for an unusable tokenizer."""
-        self.token_ids()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -57,15 +53,10 @@ class TokenizerSource:
             return
         shutil.copyfile(self.path, out / TOKENIZER)
         special = {"bos_token": self.end_of_text, "eos_token": self.end_of_text}
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **special,
-            "model_max_length": max_length,
-            "clean_up_tokenization_spaces": False,
-        }
+        how = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         ids = self.token_ids()
-        write_json(out / FILES[1], settings)
-        write_json(out / FILES[2], special)
+        write_json(out / SETTINGS, {**how, **special, "model_max_length": max_length})
+        write_json(out / SPECIAL, special)
         write_json(out / GENERATION, {**ids, "pad_token_id": ids["eos_token_id"]})
 
 
