@@ -104,11 +104,7 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
         raise UserError(f"{run}: {what}; give the folder of a run, as runs/NAME")
     events, metrics = _lines(run / EVENTS), _lines(run / METRICS)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
-    last = max([entry["step"] for entry in metrics] + [checkpoint_step(path) or 0 for path in checkpoints], default=0)
-    reported = 0
-    for entry in events:  # a resume discards later steps
-        reported = entry["step"] if entry.get("kind") == "resume" else max(reported, entry["step"])
-    last = max(last, reported)
+    last = _last_step(events, metrics, checkpoints)
     if not 1 <= step <= last:
         raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
     skipped = [
@@ -149,6 +145,14 @@ def find(run: Path, step: int, most: int) -> ReplayTarget:
     return ReplayTarget(run, step, checkpoint, first, rewinds, event, logged)
 
 
+def _last_step(events: list[dict[str, Any]], metrics: list[dict[str, Any]], checkpoints: list[Path]) -> int:
+    """Return the last step that a run has reached, as far as its files show."""
+    reported = 0
+    for entry in events:  # a resume discards later steps
+        reported = entry["step"] if entry.get("kind") == "resume" else max(reported, entry["step"])
+    return max([reported, *(entry["step"] for entry in metrics), *(checkpoint_step(path) or 0 for path in checkpoints)])
+
+
 def config_of(target: ReplayTarget, overrides: list[str], faults: bool) -> dict[str, Any]:
     """Return the run's config tree as of that step, for one process; `overrides`: KEY=VALUE."""
     tree = with_overrides(config_at(target.run, target.step), overrides)
@@ -169,7 +173,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
         check(each, 1)
     t, device = config.trainer, pick_device(config.trainer.device)
     timeline = Timeline(t)
-    shape = timeline.at(target.step)
+    shape, weights = timeline.at(target.step), timeline.weights(target.step)
     size = shape.microbatch
     count = shape.batch // size
     if microbatch is not None and not 0 <= microbatch < count:
@@ -178,7 +182,46 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
     engine = build_engine(config, device, saved_backends(target.run, target.step))
     set_document_masking(engine.model, t, data)
-    ladder = _restore(target, config, engine, loader)
+    _reach(target, config, engine, loader)
+    tokens = loader.next()
+    twin = build_engine(other, device)
+    set_document_masking(twin.model, t, data)
+    twin.model.load_state_dict(engine.model.state_dict())
+    engines = engine, twin
+    for e in engines:
+        e.enter(weights, _changed(timeline, target.step))
+        if (targets := e.model.mtp_targets(tokens)) is not None:
+            e.model.expect(targets, count)
+
+    def probe_all(index: int) -> list[NonfiniteProbe]:
+        part, passes = tokens.split(size)[index], []
+        for e in engines:
+            if e.injector is not None:
+                e.injector.data(loader.served)
+            passes.append(probe_microbatch(e, target.step, index, part, len(tokens), keep=True))
+        return passes
+
+    scales = engine.arena.in_force().tolist()
+    index = _likely(target, loader.served, size) if microbatch is None else microbatch
+    seen = probe_all(index)
+    loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in engines]
+    results = [_train(e, target.step, loader, tokens, size) for e in engines]
+    evidence = engine.snapshot.take()
+    if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
+        index = evidence[0].microbatch  # nothing was committed: the weights are still the same
+        for e, state in zip(engines, loss_scales, strict=True):
+            if e.loss_scale is not None and state is not None:
+                e.loss_scale.load_state_dict(state)
+        seen = probe_all(index)
+    ours = _pass(config.precision.name, engine, results[0], seen[0])
+    theirs = _pass(other.precision.name, twin, results[1], seen[1])
+    windows = loader.served[index * size : (index + 1) * size]
+    return Replay(config, target, ours, theirs, engine, loader, data, index, count, windows, scales)
+
+
+def _reach(target: ReplayTarget, config: Config, engine: Engine, loader: Loader) -> None:
+    """Restore the state to begin with, and train the steps before the target's again."""
+    ladder, timeline = _restore(target, config, engine, loader), Timeline(config.trainer)
     for step in range(target.first + 1, target.step + 1):
         if ladder.begins(step):
             ladder.apply(step, loader, engine.optimizer.schedule)
@@ -187,40 +230,6 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
             engine.enter(timeline.weights(step), _changed(timeline, step))
             _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
-    tokens = loader.next()
-    twin = build_engine(other, device)
-    set_document_masking(twin.model, t, data)
-    twin.model.load_state_dict(engine.model.state_dict())
-    for each in (engine, twin):
-        each.enter(timeline.weights(target.step), _changed(timeline, target.step))
-        if (targets := each.model.mtp_targets(tokens)) is not None:
-            each.model.expect(targets, count)
-
-    def probe_all(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
-        part = tokens.split(size)[index]
-        passes = []
-        for e in (engine, twin):
-            if e.injector is not None:
-                e.injector.data(loader.served)
-            passes.append(probe_microbatch(e, target.step, index, part, len(tokens), keep=True))
-        return passes[0], passes[1]
-
-    scales = engine.arena.in_force().tolist()
-    index = _likely(target, loader.served, size) if microbatch is None else microbatch
-    seen = probe_all(index)
-    loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]
-    results = [_train(e, target.step, loader, tokens, size) for e in (engine, twin)]
-    evidence = engine.snapshot.take()
-    if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
-        index = evidence[0].microbatch  # nothing was committed: the weights are still the same
-        for e, state in zip((engine, twin), loss_scales, strict=True):
-            if e.loss_scale is not None and state is not None:
-                e.loss_scale.load_state_dict(state)
-        seen = probe_all(index)
-    ours = _pass(config.precision.name, engine, results[0], seen[0])
-    theirs = _pass(other.precision.name, twin, results[1], seen[1])
-    windows = loader.served[index * size : (index + 1) * size]
-    return Replay(config, target, ours, theirs, engine, loader, data, index, count, windows, scales)
 
 
 def _changed(timeline: Timeline, step: int) -> bool:
