@@ -85,10 +85,7 @@ def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> To
     if not path.is_file():
         raise UserError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")
     check_tokenizer(path, meta)
-    try:
-        return TokenizerSource(path, str(_config(checkpoint)["data"]["end_of_text"]))
-    except KeyError:
-        raise UserError(f"{folder / CONFIG}: has no data.end_of_text; is it a run's?") from None
+    return TokenizerSource(path, str(_config(checkpoint)["data"]["end_of_text"]))
 
 
 def _config(checkpoint: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from models import ModelConfig
 from models.config import plain_model
 from models.hf import from_hf_config, matrices, mtp_copies, shapes
-from precision.errors import UserError, counted
+from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import Piece, finish, write_pieces
@@ -44,8 +44,6 @@ from trainer.offline.row_reader import TILE, HfFolder, row_steps
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
 SCALE_FORMATS = ("F32", "F8_E8M0")
-COUNTS = "num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers", "n_routed_experts"
-"""Keys of config.json that cannot exceed the number of tensors: names are derived from them."""
 CONFIG_NAME = "imported"
 DERIVED = "rotary_emb.inv_freq"
 """Tensors of old files that follow from config.json."""
@@ -112,32 +110,23 @@ def _config(settings: Mapping[str, Any], model: ModelConfig, end_of_text: str | 
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     """Return the model's config; without multi-token prediction if the files have none, even if config.json has it."""
-    most, given = len(folder.names()), {key: folder.config.get(key) or 0 for key in COUNTS}
-    for key, count in given.items():
-        # of experts there may be more than tensors: where no block has any
-        if type(count) is not int or count < 0 or (count > most and key != "n_routed_experts"):
-            raise _too_many(folder, f"{key}={count!r}")
-    layers, dense, mtp, experts = given.values()
-    if (max(layers - dense, 0) + mtp) * experts > most:
-        with_experts = counted(max(layers - dense, 0) + mtp, "layer")
-        raise _too_many(folder, f"{counted(experts, 'expert')} in each of {with_experts}")
+    path, most = folder.folder / "config.json", len(folder.names())
     try:
         config = from_hf_config(folder.config)
-        fit(plain_model(config), ModelConfig, lambda key, value: key)  # each value has its type
+        config = fit(plain_model(config), ModelConfig, lambda key, value: key)  # each value has its type
     except UserError as error:
         raise UserError(f"{folder.folder}: {error}") from None
     except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+        raise UserError(f"{path}: cannot be read ({error}); is it DeepSeek's?") from None
+    with_experts = max(config.num_layers - config.num_dense_layers, 0) + config.num_mtp_layers
+    if (least := config.num_layers + with_experts * config.num_experts) > most:  # before names are derived from them
+        what = f"layers and their experts have {least:,} tensors or more, and the files {most:,}"
+        raise UserError(f"{path}: {what}; the two do not match")
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files lack these layers")
         return replace(config, num_mtp_layers=0)
     return config
-
-
-def _too_many(folder: HfFolder, what: str) -> UserError:
-    where = f"{folder.folder / 'config.json'}: {what}, and the files have {counted(len(folder.names()), 'tensor')}"
-    return UserError(f"{where}; the two do not match")
 
 
 def _check_fp8(folder: HfFolder) -> None:

@@ -22,8 +22,6 @@ TILE = 128
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
-LONGEST_JSON = 1 << 28
-"""Limit in bytes; DeepSeek-V3's index has 9 MB, its tokenizer 8."""
 
 
 def row_steps(rows: int, columns: int) -> Iterator[slice]:
@@ -70,13 +68,13 @@ class HfFolder:
         """Read a JSON file of the folder."""
         path = self.folder / name
         try:
-            content = json.loads(path.read_text()) if path.stat().st_size <= LONGEST_JSON else None
+            content = json.loads(path.read_text())
         except FileNotFoundError:
             raise UserError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UserError(f"{path}: not JSON ({error}); fetch the file again") from None
         if not isinstance(content, dict):
-            raise UserError(f"{path}: not a JSON object of up to {LONGEST_JSON >> 20} MiB; fetch the file again")
+            raise UserError(f"{path}: not a JSON object; fetch the file again")
         return content
 
     def _files(self) -> dict[str, str]:
@@ -85,10 +83,6 @@ class HfFolder:
             found = self.json(HF_INDEX).get("weight_map")
             if not isinstance(found, dict):
                 raise UserError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
-            for name, file in found.items():
-                if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
-                    where = f"{self.folder / HF_INDEX}: weight_map has {name} in {file!r}"
-                    raise UserError(f"{where}, which is not the name of a safetensors file; fetch the file again")
             return found
         if (self.folder / HF_SINGLE).is_file():
             return dict.fromkeys(self._open(HF_SINGLE), HF_SINGLE)

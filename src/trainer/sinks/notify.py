@@ -148,8 +148,6 @@ class _Channel:
         while (notice := self._queue.get()) is not None and not self._closed:
             try:
                 self._deliver(notice)
-            except http.client.InvalidURL:  # its text has the path, which may be a secret
-                self._fail("the address is not valid")
             except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
                 self._fail(one_line(error))
             finally:

@@ -308,13 +308,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     "YaRN by halves": (lambda t, c: c["rope_scaling"].__delitem__("factor"), "lacks factor"),
     "other blocks": (lambda t, c: c["quantization_config"].update(weight_block_size=[1, 32]), "weight_block_size"),
     "another method": (lambda t, c: c["quantization_config"].update(quant_method="awq"), "quant_method=awq"),
-    "a billion layers": (lambda t, c: c.update(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and the"),
-    "a billion experts": (lambda t, c: c.update(n_routed_experts=1e9), "n_routed_experts=1000000000.0, and the"),
-    "experts times layers": (
-        lambda t, c: c.update(num_hidden_layers=len(t), n_routed_experts=len(t)),
-        r"(\d+) experts in each of \d+ layers, and the files have \1 tensors",
+    "a billion experts": (
+        lambda t, c: c.update(num_hidden_layers=4096, n_routed_experts=2**18),
+        "layers and their experts have 1,073,745,920 tensors or more, and the files",
     ),
-    "fewer than no layer": (lambda t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
+    "half a layer": (lambda t, c: c.update(num_hidden_layers=1.5), "num_layers=1.5: must be a whole number"),
     "text for a number": (lambda t, c: c.update(n_group="1"), "n_group='1': a text; write it without quotes"),
     "no config": (lambda t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
@@ -363,11 +361,6 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
     refused("model.safetensors: cannot be read", folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
     refused("gone.safetensors is missing", folder)
-    for file in ("../x.safetensors", "/x.safetensors", "", 3):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
-        refused("not the name of a safetensors file", folder)
-    (folder / "config.json").write_text('{"a":' * 100_000)
-    refused("config.json: not JSON", folder)
     refused("exists", good[0], folder)
     whole = shutil.copytree(good[0], tmp_path / "whole")
     (whole / "tokenizer_config.json").write_text("no")
