@@ -185,7 +185,7 @@ _REASONS = {"throttled": THROTTLED, "power_cap": POWER_CAP, "thermal": THERMAL, 
 
 def _power(before: _Sample, sample: _Sample) -> float | None:
     """Return the watts between two samples: by the energy counter, else by the readings at both ends."""
-    if before.joules is not None and sample.joules is not None and sample.joules >= before.joules:
+    if before.joules is not None and sample.joules is not None:
         return (sample.joules - before.joules) / max(sample.seconds - before.seconds, 1e-9)
     known = [watts for watts in (before.watts, sample.watts) if watts is not None]
     return sum(known) / len(known) if known else None

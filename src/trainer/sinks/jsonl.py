@@ -38,16 +38,13 @@ class JsonLines:
         self._warn = warn
         self._limit, self._say = limit, say
         self._lost = 0
-        self._first = b""
         self._file = _open(path)
         self._lock = threading.Lock()
 
-    def write(self, entry: Mapping[str, Any], first: bool = False) -> None:
-        """Append one object. NaN and the infinities, which JSON does not have, become null. first: a file that is
-        created again begins with it."""
-        line = (
-            json.dumps({key: finite_or_none(value) for key, value in entry.items()}, allow_nan=False) + "\n"
-        ).encode()
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one object. NaN and the infinities, which JSON does not have, become null."""
+        text = json.dumps({key: finite_or_none(value) for key, value in entry.items()}, allow_nan=False)
+        line = f"{text}\n".encode()
         news = None
         with self._lock:
             try:
@@ -63,7 +60,6 @@ class JsonLines:
             else:
                 with suppress(OSError):  # which the next line meets, too
                     self._thin()
-            self._first = line if first else self._first
         if news is not None:
             self._warn(news)
 
@@ -82,8 +78,6 @@ class JsonLines:
     def _append(self, line: bytes) -> bool:
         """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""
         missing = self._reopen()
-        if missing:
-            self._file.write(self._first)
         size = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):

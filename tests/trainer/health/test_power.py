@@ -76,11 +76,6 @@ def test_without_a_counter_power_is_the_mean_of_the_readings(nvml, clock) -> Non
     assert samples(sampler(), gpu, clock, {"power": 500_000}, {"power": 700_000}).watts == pytest.approx(500)
 
 
-def test_a_reloaded_driver_restarts_its_counter(nvml, clock) -> None:
-    gpu = nvml.add(f"GPU-{UUID}")
-    assert samples(sampler(), gpu, clock, {"energy": 5}).watts == pytest.approx(500)  # the readings
-
-
 def test_time_outside_training_does_not_count(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
     idle = [False]

@@ -98,17 +98,6 @@ def test_a_file_deleted_under_the_run_is_started_again(tmp_path: Path) -> None:
     assert warnings == [f"{path} was deleted or moved: a new one starts here"]
 
 
-def test_a_file_that_is_started_again_has_the_names_of_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, lambda text: None)
-    sink.write({"names": ["a"]}, first=True)
-    sink.write({"step": 1})
-    path.unlink()
-    sink.write({"step": 2})
-    sink.close()
-    assert lines(path) == [{"names": ["a"]}, {"step": 2}]
-
-
 def test_a_disk_that_is_away_for_a_moment_costs_the_lines_of_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
