@@ -226,6 +226,7 @@ def test_a_run_writes_metrics_and_tensors(config: Configs) -> None:
     folder = Trainer(config(*keys, "checkpoint.every=4")).train().folder
     logged = {line["step"]: line for line in metrics(folder, "loss/total")}
     names, *entries = lines(folder / "tensors.jsonl")
+    assert not (folder / "dashboard.html").exists(), "health.dashboard=false"
     assert list(logged) == [entry["step"] for entry in entries] == [1, 3, 4, 5, 6]
     for step, (line, entry) in enumerate(zip(logged.values(), entries, strict=True)):
         step = line["step"]

@@ -81,14 +81,9 @@ def test_time_outside_training_does_not_count(nvml, clock) -> None:
     idle = [False]
     s = sampler(lambda: idle[0])
     s.sample()
-    for paused, energy, hot in (
-        (False, 700_000, 60),
-        (True, 800_000, 90),
-        (False, 900_000, 60),
-        (False, 1_600_000, 60),
-    ):
+    for paused, energy, hot in ((False, 700, 60), (True, 800, 90), (False, 900, 60), (False, 1600, 60)):
         idle[0] = paused
-        gpu.set(energy=10**9 + energy, temperature=hot)
+        gpu.set(energy=10**9 + 1000 * energy, temperature=hot)
         clock(1.0)
         s.sample()
     reading = s.take()
@@ -97,16 +92,7 @@ def test_time_outside_training_does_not_count(nvml, clock) -> None:
 
 def test_reasons_are_shares_of_the_time(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
-    reading = samples(
-        sampler(),
-        gpu,
-        clock,
-        {"reasons": 0},
-        {"reasons": 0x04},
-        {"reasons": 0x24},
-        {"reasons": 0x48},
-        {"reasons": 0x80},
-    )
+    reading = samples(sampler(), gpu, clock, *({"reasons": bits} for bits in (0, 0x04, 0x24, 0x48, 0x80)))
     assert (reading.throttled, reading.power_cap) == (pytest.approx(0.8), pytest.approx(0.4))
     assert (reading.thermal, reading.hardware) == (pytest.approx(0.4), pytest.approx(0.4))
 

@@ -78,19 +78,7 @@ def test_what_happened_while_the_folder_was_opened_comes_first(run: RunFolder, s
     run.notes.append(Note("checkpoint", 200, "damaged checkpoint skipped", {"path": "x"}))
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("resume", 100, "resumed")
-    assert [(event["kind"], event["step"]) for event in events(run.path)] == [
-        ("checkpoint", 200),
-        ("resume", 100),
-    ]
-
-
-def test_lines_are_appended_to_those_of_before(run: RunFolder, screen: Screen) -> None:
-    for step in (1, 2):
-        with Sinks(settings(), run, 200, screen.console) as sinks:
-            sinks.metrics({"step": step})
-            sinks.event("resume", step, "again")
-    assert [entry["step"] for entry in metrics(run.path)] == [1, 2]
-    assert [entry["step"] for entry in events(run.path)] == [1, 2]
+    assert [(event["kind"], event["step"]) for event in events(run.path)] == [("checkpoint", 200), ("resume", 100)]
 
 
 def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, screen: Screen) -> None:

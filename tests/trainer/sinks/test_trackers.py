@@ -37,14 +37,8 @@ def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunFo
         with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
             for step in range(first + 1, last + 1):
                 sinks.metrics({"step": step, "loss/lm": float(step + 10 * first)})
-    assert scalars(run.path / "tensorboard", "loss/lm") == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 3.0),
-        (4, 34.0),
-        (5, 35.0),
-        (6, 36.0),
-    ]
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0), (5, 35.0), (6, 36.0)]
+    assert scalars(run.path / "tensorboard", "loss/lm") == expected
 
 
 def test_a_rewind_purges_what_will_be_run_again(run: RunFolder, screen: Screen) -> None:
