@@ -54,33 +54,52 @@ def audit(
     device = arena.amax.device
     loss_scale = LossScale(plan.config.loss_scale, device) if plan.is_fp16 else None
     for step, batch in enumerate(batches):
-        begin_step(model, arena)
-        seen = Observations()
-        gemms = GemmRecorder(model, arena, seen)
-        operations = Operations(model, gemms, arena, seen)
-        factor = loss_factor(model, 1, loss_scale)
-        with recorded(gemms, ours), operations:
-            total = model(batch.to(device)).total
-            (total if factor is None else total * factor).backward()
-        operations.remove_hooks()
-        if loss_scale is not None:
-            optimizer.unscale(loss_scale.scale)
-        for parameter in model.parameters():
-            seen.note("optim.master", parameter.dtype)
-            for row in ("grad.accumulate", "grad.reduce"):  # one process: nothing to reduce, the sum is the gradient
-                seen.note(row, parameter.grad.dtype if parameter.grad is not None else "no gradient")
-        arena.commit(arena.finite())
-        optimizer.step(arena.finite(), torch.zeros((), device=device))
-        for state in optimizer.state_dict().values():
-            for key, tensor in state.items():
-                if key != "step":
-                    seen.note("optim.moments", tensor.dtype)
-            if step == 0 and "exp_avg" in state:
+        seen = _observe_step(model, arena, optimizer, loss_scale, batch, ours)
+        if step == 0:
+            for state in optimizer.state_dict().values():
                 _note_arithmetic(arithmetic, state)
-        optimizer.zero_grad()
     probes, of_row = _probe_all(plan, tokens or batches[0].numel(), device, shortest)
     for name, probed in of_row.items():
         seen.note(f"{name}/sums", probed.word)
+    return Audit(_findings(plan, seen, arithmetic), probes, _not_covered(plan, seen, arithmetic, ours))
+
+
+def _observe_step(
+    model: DeepSeek,
+    arena: ScalingArena,
+    optimizer: Optimizer,
+    loss_scale: LossScale | None,
+    batch: Tensor,
+    ours: list[str],
+) -> Observations:
+    """Train on a batch, and return what happened. ours: the backends whose GEMMs are seen."""
+    seen, device = Observations(), arena.amax.device
+    begin_step(model, arena)
+    gemms = GemmRecorder(model, arena, seen)
+    operations = Operations(model, gemms, arena, seen)
+    factor = loss_factor(model, 1, loss_scale)
+    with recorded(gemms, ours), operations:
+        total = model(batch.to(device)).total
+        (total if factor is None else total * factor).backward()
+    operations.remove_hooks()
+    if loss_scale is not None:
+        optimizer.unscale(loss_scale.scale)
+    for parameter in model.parameters():
+        seen.note("optim.master", parameter.dtype)
+        for row in ("grad.accumulate", "grad.reduce"):  # one process: nothing to reduce, the sum is the gradient
+            seen.note(row, parameter.grad.dtype if parameter.grad is not None else "no gradient")
+    arena.commit(arena.finite())
+    optimizer.step(arena.finite(), torch.zeros((), device=device))
+    for state in optimizer.state_dict().values():
+        for key, tensor in state.items():
+            if key != "step":
+                seen.note("optim.moments", tensor.dtype)
+    optimizer.zero_grad()
+    return seen
+
+
+def _findings(plan: Plan, seen: Observations, arithmetic: Observations) -> list[Finding]:
+    """Return each row of the plan beside what was seen of it, then what is FP32 in every recipe."""
     found = [Finding(name, _planned(row), _seen_at(seen, name)) for name, row in plan.gemms.items()]
     found += [Finding(name, row.format.name, seen.at(name)) for name, row in plan.tensors.items()]
     for core in plan.cores.values():
@@ -89,8 +108,7 @@ def audit(
             found.append(Finding(row, f"{left} x {right}", seen.at(row)))
     beside = [row for row in seen.rows() if row.endswith((SCORES, SOFTMAX, STATISTICS))]
     found += [Finding(row, "fp32", seen.at(row)) for row in beside]
-    found += [Finding(row, "fp32", arithmetic.at(row)) for row in arithmetic.rows()]
-    return Audit(found, probes, _not_covered(plan, seen, arithmetic, ours))
+    return found + [Finding(row, "fp32", arithmetic.at(row)) for row in arithmetic.rows()]
 
 
 def _probe_all(
@@ -114,6 +132,8 @@ def _probe_all(
 def _note_arithmetic(seen: Observations, state: dict[str, Tensor]) -> None:
     """Check the moments of a first step: m = (1 - b1) g and v = (1 - b2) g^2, so v / m^2 is one number, whatever the
     clipping of g, within FP32's precision. Squares near the end of FP32's range are skipped."""
+    if "exp_avg" not in state:
+        return
     m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
     counts = v > 1e-30
     if state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32 and bool(counts.any()):
