@@ -245,19 +245,16 @@ class Alerts:
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the last lines of a JSON-lines file, preceded by its first line if that holds the names."""
+    """Yield the object in the first line of a JSON-lines file, which may hold the names, and those in its last `TAIL`
+    bytes. Lines that are cut off or damaged are skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         first = file.readline()
-        rest = max(file.tell(), path.stat().st_size - TAIL)
-        whole = rest == file.tell()
-        file.seek(rest)
-        lines = file.read().splitlines()
-    for i, line in enumerate([first, *lines[0 if whole else 1 :]]):
-        entry = parse_line(line)  # cut off or damaged lines are skipped
-        if entry is not None and (i or whole or "names" in entry):
-            yield entry
+        file.seek(max(file.tell(), path.stat().st_size - TAIL))
+        for line in (first, *file):
+            if (entry := parse_line(line)) is not None:
+                yield entry
 
 
 def _rounded(value: float) -> float:
