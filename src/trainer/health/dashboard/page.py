@@ -115,8 +115,8 @@ def latest(run: Run) -> dict[str, Any]:
     out = {}
     for key, source in run.grids.items():
         group, _, quantity = key.partition("/")
-        if group == "fp8" and source.columns:
-            values = [float(f"{v:.4g}") if math.isfinite(v) else None for v in source.columns[-1].tolist()]
+        if group == "fp8" and source.values:
+            values = [float(f"{v:.4g}") if math.isfinite(v) else None for v in source.values[-1].tolist()]
             out[quantity] = {"step": source.steps[-1], "values": values}
     return out
 

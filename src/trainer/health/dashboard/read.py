@@ -88,15 +88,14 @@ class Series:
     """One metric: ascending steps, and values. None and values that are not finite are left out."""
 
     def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
+        self.steps: array[int] = array("q")
+        self.values: Any = array("d")
 
-    def add(self, step: int, value: float) -> None:
-        """Add a value. It replaces one of the same step."""
-        if self.steps and self.steps[-1] == step:
-            self.values[-1] = value
-        else:
-            self.steps.append(step)
-            self.values.append(value)
+    def add(self, step: int, value: Any) -> None:
+        """Add a value. It replaces those of the same step and later."""
+        self.cut(step)
+        self.steps.append(step)
+        self.values.append(value)
 
     def cut(self, step: int) -> None:
         """Drop the values at `step` and later."""
@@ -109,29 +108,17 @@ class Series:
         return np.array(self.steps, dtype=np.int64), np.array(self.values, dtype=np.float64)
 
 
-class Grid:
+class Grid(Series):
     """One quantity of many rows (tensors, blocks, modules): a float32 column per step, NaN where there is no value."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.columns: list[np.ndarray] = []
-
-    def add(self, step: int, column: np.ndarray) -> None:
-        """Add a column. It replaces one of the same step."""
-        self.cut(step)
-        self.steps.append(step)
-        self.columns.append(column)
-
-    def cut(self, step: int) -> None:
-        """Drop the columns at `step` and later."""
-        while self.steps and self.steps[-1] >= step:
-            self.steps.pop()
-            self.columns.pop()
+        super().__init__()
+        self.values = []
 
     def matrix(self, num_rows: int) -> np.ndarray:
         """Return [columns, rows]. Columns from before a row was known are padded with NaN."""
-        out = np.full((len(self.columns), num_rows), np.nan, dtype=np.float32)
-        for i, column in enumerate(self.columns):
+        out = np.full((len(self.values), num_rows), np.nan, dtype=np.float32)
+        for i, column in enumerate(self.values):
             out[i, : len(column)] = column
         return out
 
