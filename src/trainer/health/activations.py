@@ -52,7 +52,6 @@ class BlockKurtosis:
         self._places = torch.tensor(places, device=self._found[0].device)
 
     def forget(self) -> None:
-        """Reset the sums."""
         torch._foreach_zero_(self._found)  # pyright: ignore[reportPrivateImportUsage]
 
     @property

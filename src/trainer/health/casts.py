@@ -78,7 +78,6 @@ class Casts:
             add_cast_sums(self._parts[row], x, data, scale_inv, fmt, live)
 
     def forget(self) -> None:
-        """Reset the statistics."""
         self._parts.zero_()
 
     def shares(self, world: World) -> dict[str, Tensor]:

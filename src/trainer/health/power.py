@@ -111,7 +111,6 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="power", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -276,7 +275,6 @@ class PowerMeter:
         return combine(readings, whole, tokens, seconds, steps)
 
     def close(self) -> None:
-        """Stop the thread."""
         if self._sampler is not None:
             self._sampler.close()
 

@@ -125,7 +125,6 @@ class RunQuantizer:
         return _row(matrix) in self._fp8
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise as the recipe does."""
         name = _row(matrix)
         scaling = self._scaling[name]
         recipe = replace(self._rows[name].recipe, scaling=scaling)

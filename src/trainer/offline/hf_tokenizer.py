@@ -31,7 +31,6 @@ class TokenizerSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer.json."""
         return self.end_of_text is not None or (self.path / TOKENIZER).is_file()
 
     def token_ids(self) -> dict[str, Any]:

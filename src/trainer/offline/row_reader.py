@@ -65,7 +65,6 @@ class HfFolder:
         return copy
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """Read a JSON file of the folder."""
         path = self.folder / name
         try:
             content = json.loads(path.read_text())

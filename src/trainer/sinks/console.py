@@ -107,7 +107,6 @@ class BestEffortStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, if the stream still works."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -115,7 +114,6 @@ class BestEffortStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, if the stream still works."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -144,11 +142,9 @@ class PlainScreen(Screen):
         self._last = 0
 
     def line(self, text: Text) -> None:
-        """Show a line."""
         self._console.print(text, soft_wrap=True)
 
     def row(self, label: str, value: str) -> None:
-        """Show a label and its value in a line."""
         self.line(Text(f"{label:<{LABEL}} ", "dim").append(value, "not dim bold") if label or value else Text())
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -190,7 +186,6 @@ class LiveScreen(Screen):
         _move_log_handlers(*self._streams)
 
     def line(self, text: Text) -> None:
-        """Show a line above the bar."""
         self._progress.console.print(text)
 
     def row(self, label: str, value: str) -> None:
@@ -215,11 +210,9 @@ class LiveScreen(Screen):
         self.progress(values["step"])
 
     def progress(self, step: int) -> None:
-        """Move the bar to `step`."""
         self._progress.update(self._task, completed=step)
 
     def activity(self, what: str) -> None:
-        """Show the activity in the bar, in place of the metrics."""
         self._progress.update(self._task, now=what)
 
     def close(self) -> None:

@@ -111,7 +111,6 @@ class JsonLines:
             self._warn(f"{self._path} cannot be written ({reason}); lines later than step {last_step} stay in it")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

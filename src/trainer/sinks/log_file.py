@@ -40,7 +40,6 @@ class LogFile:
         logging.getLogger("trainer").info(text, exc_info=error)
 
     def close(self) -> None:
-        """Remove the handlers and close the file."""
         logging.captureWarnings(False)
         for logger, handler in self._attached:
             logger.removeHandler(handler)

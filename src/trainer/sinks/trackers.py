@@ -56,7 +56,6 @@ class TensorboardTracker:
         self._writer = self._open(self._folder, purge_step=step + 1)
 
     def close(self) -> None:
-        """Write the buffer and close."""
         self._guarded(self._writer.close)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any) -> None:

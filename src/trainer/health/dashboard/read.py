@@ -170,11 +170,9 @@ class Run:
         return new
 
     def values(self, key: str) -> Sequence[float]:
-        """Return the values of a metric."""
         return self.series.get(key, Series()).values
 
     def last(self, key: str) -> float | None:
-        """Return the last value of a metric."""
         values = self.values(key)
         return values[-1] if values else None
 

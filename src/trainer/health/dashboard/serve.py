@@ -32,7 +32,6 @@ class Live:
         self._data: dict[str, Any] = {}
 
     def page(self) -> str:
-        """Return the page with all data."""
         return page(self.data(), live=True)
 
     def data(self, token: str = "") -> dict[str, Any]:
@@ -68,7 +67,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Send the page or its data."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         path, _, query = self.path.partition("?")
         if host not in (LOOPBACK, "localhost"):

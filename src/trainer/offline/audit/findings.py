@@ -35,7 +35,6 @@ class Observations:
         self._words: dict[str, set[str]] = defaultdict(set)
 
     def note(self, row: str, what: str | torch.dtype) -> None:
-        """Add an observation."""
         self._words[row].add(NAME_OF.get(what, str(what)) if isinstance(what, torch.dtype) else what)
 
     def note_error(self, row: str, ours: Tensor, exact: Tensor, slack: float = 0.0) -> None:
@@ -48,5 +47,4 @@ class Observations:
         return "+".join(sorted(self._words.get(row, ()))) or NOTHING
 
     def rows(self) -> list[str]:
-        """Return the rows with observations."""
         return list(self._words)

@@ -47,7 +47,6 @@ class Operations(TorchDispatchMode):
         self._inside.pop()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
