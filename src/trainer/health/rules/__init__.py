@@ -26,29 +26,24 @@
 Rules use medians and median absolute deviations, not means and standard deviations: one spike does not move them.
 """
 
+from typing import Any
+
 from precision.config import ScalingConfig
 from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
 from trainer.health.rules import curves, power, resources, tensors
 
-OF_THE_CARD = resources.MemoryGrowth, resources.MemoryFull
-"""Rules that also take the GPU's memory in GiB, or None if it is unknown."""
-OF_THE_CASTS = tensors.Saturated, tensors.Underflown
-"""Rules that also take the plan's scaling, or None if it is unknown."""
-RULES = (
+RULES: tuple[Any, ...] = (
     *(curves.GradNormSpike, curves.LossRise, curves.LossPlateau),
     *(tensors.ScaleDrop, tensors.ScaleRise, tensors.Saturated, tensors.Underflown, tensors.MaxLogit, tensors.Kurtosis),
     *(curves.ShadowLossGap, curves.ShadowCosine, tensors.ExpertLoad, tensors.ExpertEntropy),
-    *(resources.ThroughputDrop, resources.Straggler, *OF_THE_CARD, resources.AllocatorRetries),
-    *(power.Throttled, power.GpuCelsius, power.GpuMemoryCelsius, power.GpuMemoryErrors),
+    *(resources.ThroughputDrop, resources.Straggler, resources.MemoryGrowth, resources.MemoryFull),
+    *(resources.AllocatorRetries, power.Throttled, power.GpuCelsius, power.GpuMemoryCelsius, power.GpuMemoryErrors),
 )
 
 
 def training_rules(config: AlertsConfig, card_gib: float | None, scaling: ScalingConfig | None = None) -> list[Rule]:
     """Return the rules that have a threshold. card_gib: memory of the GPU. scaling: of the plan. None: unknown."""
-    thresholds = [(rule, getattr(config, rule.name)) for rule in RULES]
-    return [
-        rule(at, card_gib) if rule in OF_THE_CARD else rule(at, scaling) if rule in OF_THE_CASTS else rule(at)
-        for rule, at in thresholds
-        if at is not None
-    ]
+    more = dict.fromkeys((resources.MemoryGrowth, resources.MemoryFull), (card_gib,))
+    more |= dict.fromkeys((tensors.Saturated, tensors.Underflown), (scaling,))
+    return [rule(at, *more.get(rule, ())) for rule in RULES if (at := getattr(config, rule.name)) is not None]

@@ -2,11 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, DRAWN, Browser
+from made_runs import continue_run, make_run
 
 from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import Run
@@ -23,12 +24,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory, long_run: Run, made: Callable[..., Path]) -> Path:
+def pages(tmp_path_factory: pytest.TempPathFactory, long_run: Run) -> Path:
     """one.html, of a run of 4,000 steps; two.html, with a run in BF16 and an awkward name before it; short.html, of a
     run of 40."""
     folder = tmp_path_factory.mktemp("pages")
-    other = Run(made(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
-    short = Run(made(folder / "short", steps=40))
+    other = Run(make_run(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
+    short = Run(make_run(folder / "short", steps=40))
     for run in (other, short):
         run.poll()
     (folder / "short.html").write_text(page(payload([short])))
@@ -181,10 +182,8 @@ def test_a_phone_in_the_dark_with_two_runs(browser: Browser, pages: Path, tmp_pa
     assert browser.problems == []
 
 
-def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(
-    browser: Browser, tmp_path: Path, made: Callable[..., Path]
-) -> None:
-    folder = made(tmp_path / "skipped", steps=40)
+def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "skipped", steps=40)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[4]["optim/update_ratio"] = 0  # a skipped step has no update
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -196,8 +195,8 @@ def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(
     assert browser.run(f"({panel}.render(), {panel}.isLog)") and browser.run(f"{panel}.y[0]") > 1e-3
 
 
-def test_tokens_at_a_step_are_those_of_its_phases(browser: Browser, tmp_path: Path, made: Callable[..., Path]) -> None:
-    folder = made(tmp_path / "phases", steps=40)
+def test_tokens_at_a_step_are_those_of_its_phases(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "phases", steps=40)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line["tokens"] = 10 * line["step"] if line["step"] <= 20 else 200 + 50 * (line["step"] - 20)
@@ -247,8 +246,8 @@ def test_blocks_of_experts_keep_their_names_where_there_are_many(browser: Browse
     assert browser.run(f"{panel}.left") > 60
 
 
-def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callable[..., Path]) -> None:
-    runs = [Run(made(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
+def test_names_of_any_length_fit(browser: Browser, tmp_path: Path) -> None:
+    runs = [Run(make_run(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
     for run in runs:
         run.poll()
     (tmp_path / "page.html").write_text(page(payload(runs, "(recovery.max_consecutive_skips=3): " + 40 * "long")))
@@ -265,10 +264,8 @@ def test_names_of_any_length_fit(browser: Browser, tmp_path: Path, made: Callabl
         assert not browser.run(f"[...document.querySelectorAll('.card select')].some((one) => {outside})")
 
 
-def test_live(
-    browser: Browser, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
-) -> None:
-    first = made(tmp_path / "first", steps=400, goal=1000)
+def test_live(browser: Browser, tmp_path: Path) -> None:
+    first = make_run(tmp_path / "first", steps=400, goal=1000)
     server = Server([first, tmp_path / "later"], 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
@@ -277,7 +274,7 @@ def test_live(
         browser.open(server.url)
         browser.run("(view.pause = 50, zoom(100, 200))")
         continue_run(first, 400, 100)
-        made(tmp_path / "later", steps=200, recipe="bf16")
+        make_run(tmp_path / "later", steps=200, recipe="bf16")
         browser.until("view.full[1] === 500 && view.runs[1].curves.size > 0")
         assert browser.run("view.range.join()") == "100,200"  # the zoom stays
         assert browser.run("view.runs[0].curves.get('loss/lm').mean.length") == 250

@@ -3,12 +3,12 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_runs import make_run
 
 from trainer.health.dashboard import read
 from trainer.health.dashboard.page import page, payload
@@ -59,9 +59,9 @@ def test_lines_without_metrics_are_skipped(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_page_is_made_of_damaged_files(made: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_page_is_made_of_damaged_files(tmp_path: Path) -> None:
     """Bits flipped at random: no traceback, no warning."""
-    whole = made(tmp_path / "whole", 20)
+    whole = make_run(tmp_path / "whole", 20)
     for number in range(60):
         folder = shutil.copytree(whole, tmp_path / "run")
         chance = random.Random(number)

@@ -3,19 +3,20 @@
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import continue_run, make_run
 
 from trainer.health.dashboard.serve import Server
 
 
 @pytest.fixture
-def served(tmp_path: Path, made: Callable[..., Path]) -> Iterator[Server]:
+def served(tmp_path: Path) -> Iterator[Server]:
     """Serves a run of 60 steps and one that is not there yet."""
-    made(tmp_path / "first", steps=60, goal=100)
+    make_run(tmp_path / "first", steps=60, goal=100)
     server = Server([tmp_path / "first", tmp_path / "later"], 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
@@ -40,9 +41,7 @@ def data(server: Server, token: str = "") -> dict[str, Any]:
     return json.loads(text)
 
 
-def test_a_page_gets_the_data_again_when_there_is_something_new(
-    served: Server, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
-) -> None:
+def test_a_page_gets_the_data_again_when_there_is_something_new(served: Server, tmp_path: Path) -> None:
     assert served.server_address[0] == "127.0.0.1"
     status, text = ask(served, "/")
     assert status == 200 and 'data-live="true"' in text and "connect-src 'self'" in text
@@ -50,7 +49,7 @@ def test_a_page_gets_the_data_again_when_there_is_something_new(
     assert [run["about"]["state"] for run in found["runs"]] == ["running", "waiting"]
     assert data(served, found["token"]) == {"token": found["token"]}
     continue_run(tmp_path / "first", 60, 4)
-    made(tmp_path / "later", steps=20, recipe="bf16")
+    make_run(tmp_path / "later", steps=20, recipe="bf16")
     new = data(served, found["token"])
     assert [run["about"]["step"] for run in new["runs"]] == [64, 20]
     assert max(len(group["x"]) for group in new["runs"][0]["curves"]) == 32
