@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import shlex
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from full_disk import full_disk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -262,13 +261,8 @@ def test_a_model_without_experts_comes_back(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writes fail half way, as on a full disk
-    try:
-        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
-            export(checkpoint, tmp_path / "out", MODEL, ExportFormat.fp32, None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(1 << 16), pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
+        export(checkpoint, tmp_path / "out", MODEL, ExportFormat.fp32, None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -369,13 +363,6 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
     for token in ("${oc.env:HOME}", "a\nb", {"content": 7}, ["x"]):
         (whole / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         refused("eos_token=.* is not the text of a token", whole)
-
-
-def test_a_folders_name_adds_no_key(good: tuple[Path, dict[str, Tensor], dict[str, Any]], tmp_path: Path) -> None:
-    source = shutil.copytree(good[0], tmp_path / "model\nhidden_size: 7")
-    import_hf(source, tmp_path / "in")
-    (choice,) = tmp_path.glob("in/**/model/*.yaml")
-    assert yaml.safe_load(choice.read_text())["hidden_size"] == MODEL.hidden_size
 
 
 @pytest.mark.skipif(

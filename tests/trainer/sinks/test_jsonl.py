@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 import threading
 import tracemalloc
@@ -10,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 from run_lines import lines
 
 from trainer.files import replace_file, trim
@@ -46,13 +46,9 @@ def test_a_full_disk_takes_back_the_half_line_and_is_reported_once(tmp_path: Pat
     path = tmp_path / "x.jsonl"
     sink = JsonLines(path, warnings.append)
     sink.write({"step": 1})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
-    try:
+    with full_disk(path.stat().st_size + 5):
         for step in (2, 3):
             sink.write({"step": step})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     sink.write({"step": 4})
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 4}]
@@ -74,13 +70,8 @@ def test_lines_are_dropped_of_files_larger_than_memory(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "recovery.json"
     replace_file(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"recovery\.json"):
-            replace_file(path, b"new, and too long")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(10), pytest.raises(OSError, match=r"recovery\.json"):
+        replace_file(path, b"new, and too long")
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
 
 

@@ -3,11 +3,11 @@
 import logging
 import os
 import re
-import resource
 import warnings
 from typing import TextIO, cast
 
 import pytest
+from full_disk import full_disk
 from rich.console import Console
 from run_lines import events, metrics
 from screens import Screen, settings
@@ -137,14 +137,9 @@ def test_a_crash_leaves_its_traceback_in_the_log(run: RunFolder, screen: Screen)
 
 
 def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunFolder, screen: Screen) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with Sinks(settings(), run, 200, screen.console) as sinks:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-            for step in range(20):
-                sinks.event("checkpoint", step, "fine")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Sinks(settings(), run, 200, screen.console) as sinks, full_disk(0):
+        for step in range(20):
+            sinks.event("checkpoint", step, "fine")
     assert screen.text.count("cannot be written") == 2  # events.jsonl and rank0.log, once each
     assert screen.text.count("checkpoint: fine") == 20
 
