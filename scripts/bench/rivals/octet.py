@@ -29,7 +29,7 @@ def run(rank_group: RankGroup) -> None:
     check(config, launch.size)
     world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
     engine = build_engine(config, world.device, world=world)
-    batch = torch.cat([work.tokens(rank, world.size) for rank in range(world.size)]).to(world.device)
+    batch = work.tokens(world.rank, world.size).to(world.device)
     number = 0
 
     def step() -> torch.Tensor:
