@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precision.errors import UserError
-
 ALIGNED = 256  # bytes
 ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
@@ -131,12 +129,3 @@ def has_atomics(gpu: int, other: int) -> bool:
     except OSError:
         return False
     return not failed and bool(supported.value)
-
-
-def check_shares_memory(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise a UserError where `SymmetricMemory` cannot work. A collective."""
-    if not shares_memory(group, device):
-        raise UserError(
-            "parallel.dispatch=symmetric: the ranks of an expert group are not GPUs of one node that reach each "
-            "other's memory over NVLink; set parallel.dispatch=slots, or a parallel.expert that fits into a node"
-        )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from models.slots import OBSERVED, Slots
-from models.transport import EqualSplits, SymmetricMemory, check_shares_memory, shares_memory
+from models.transport import EqualSplits, SymmetricMemory, shares_memory
 from models.two_hops import Hops
 from precision.errors import UserError
 from precision.proof import PEERS, refused
@@ -27,15 +27,18 @@ def build_dispatch(config: ParallelConfig, mesh: Mesh, device: torch.device) -> 
         return _hops(group, device)
     if config.dispatch is Dispatch.slots:
         transport = EqualSplits(group)
-    elif config.dispatch is Dispatch.auto and not shares_memory(group, device, PEERS not in refused):
-        return None
-    else:
-        if config.dispatch is Dispatch.symmetric:
-            if PEERS in refused:
-                why = f"its kernels are wrong here ({refused[PEERS]})"
-                raise UserError(f"parallel.dispatch=symmetric: {why}; set parallel.dispatch=slots")
-            check_shares_memory(group, device)
+    elif shares_memory(group, device, PEERS not in refused):
         transport = SymmetricMemory(group, device, config.timeout)
+    elif config.dispatch is Dispatch.auto:
+        return None
+    elif PEERS in refused:
+        why = f"its kernels are wrong here ({refused[PEERS]})"
+        raise UserError(f"parallel.dispatch=symmetric: {why}; set parallel.dispatch=slots")
+    else:
+        raise UserError(
+            "parallel.dispatch=symmetric: the ranks of an expert group are not GPUs of one node that reach each "
+            "other's memory over NVLink; set parallel.dispatch=slots, or a parallel.expert that fits into a node"
+        )
     return Slots(transport, config.dispatch_capacity, torch.zeros((), device=device), OBSERVED)
 
 
