@@ -205,18 +205,24 @@ def moves_in_kernels(experts: RoutedExperts) -> bool:
 
 class AllToAllDispatcher:
     """Dispatcher for experts spread over the processes of `group`; see the module docstring. experts: the global ones
-    that are here. agree: the processes that share scales, if not the group.
+    that are here. agree: the processes that share scales, if not the group. second_hop: rows are quantised already,
+    and have some of their experts elsewhere (`models.two_hops`).
 
     UserError if they cannot be spread evenly.
     """
 
     traceable = False
-    second_hop = False
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, agree: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        agree: dist.ProcessGroup | None = None,
+        second_hop: bool = False,
+    ):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         check_even(num_experts, size)
-        self.group, self.size, self.num_experts, self._agree = group, size, num_experts, agree or group
+        self.group, self.size, self._agree, self._second_hop = group, size, agree or group, second_hop
         each = num_experts // size
         self.experts = range(rank * each, (rank + 1) * each)
         keep_untraced(self)
@@ -228,7 +234,7 @@ class AllToAllDispatcher:
 
     def rows(self, expert_TK: Tensor, experts: RoutedExperts) -> RowMap:
         """Return the rows that the tokens send."""
-        return RowMap.packed(expert_TK, self.size, len(self.experts), moves_in_kernels(experts), self.second_hop)
+        return RowMap.packed(expert_TK, self.size, len(self.experts), moves_in_kernels(experts), self._second_hop)
 
     def count(self, sent: Tensor, experts: RoutedExperts) -> Counts:
         """Exchange the numbers of rows and choices [P, 2], and start their way to the host."""
@@ -238,13 +244,10 @@ class AllToAllDispatcher:
         summary = torch.cat([sent[:, 0], received[:, 0], received[:, 1].sum()[None], torch.stack(scales) > 0])
         return Counts(sent, received, _OnHost(summary))
 
-    def finish(self, pending: Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        return self.apply(pending, add_TD, experts)
-
-    def apply(
+    def finish(
         self, pending: Pending, add_TD: Tensor | None, experts: RoutedExperts, first: GradRows | None = None
     ) -> Tensor:
-        """As `finish`. first: scale and amax of dy in the first hop, if this is the second."""
+        """See `Dispatcher`. In a second hop nothing is added; first: scale and amax of dy in the first hop."""
         *sizes, choices, x_known, dy_known = pending.counts.summary.read()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :], self._agree)
         x, first_gemm, down, row_map = pending.x, experts.first, experts.down, pending.row_map.cut(sum(exchange.sent))
@@ -253,7 +256,7 @@ class AllToAllDispatcher:
         if isinstance(x, Operand):
             grad = GradFormat.of(down, bool(dy_known)) if first is None else GradFormat.again(down, first)
         x_AD, expert_AK, weight_AK = send(
-            x, pending.expert, pending.weight.float(), row_map, exchange, first_gemm, bool(x_known) or self.second_hop
+            x, pending.expert, pending.weight.float(), row_map, exchange, first_gemm, bool(x_known) or self._second_hop
         )
         if not any(exchange.received):  # the row of zeros needs an expert to yield a gradient
             expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]

@@ -51,7 +51,7 @@ class TwoHopDispatcher:
         nodes, processes = dist.get_world_size(hops.nodes), dist.get_world_size(hops.all)
         check_even(num_experts, processes)
         self._to_nodes = AllToAllDispatcher(hops.nodes, num_experts, hops.all)
-        self._in_node = _SecondHop(hops.node, num_experts // nodes)
+        self._in_node = AllToAllDispatcher(hops.node, num_experts // nodes, second_hop=True)
         first = self._to_nodes.experts.start
         self.experts = range(first + self._in_node.experts.start, first + self._in_node.experts.stop)
         keep_untraced(self)
@@ -77,16 +77,10 @@ class TwoHopDispatcher:
         return self._to_nodes.finish(first, add_TD, _NodeExperts(experts, self._in_node, counts))
 
 
-class _SecondHop(AllToAllDispatcher):
-    """Dispatcher within a node: of rows that are quantised already, and have some of their experts elsewhere."""
-
-    second_hop = True
-
-
 class _NodeExperts:
     """The experts of a node, spread over its processes, as those of one process (`RoutedExperts`)."""
 
-    def __init__(self, experts: RoutedExperts, hop: _SecondHop, counts: Counts):
+    def __init__(self, experts: RoutedExperts, hop: AllToAllDispatcher, counts: Counts):
         self._experts, self._hop, self._counts = experts, hop, counts
         self.first: GroupedLinear = experts.first
         self.is_gated: bool = experts.is_gated
@@ -105,4 +99,4 @@ class _NodeExperts:
     ) -> Tensor:
         assert add_TD is None
         rows = self._hop.rows(expert_TK, self._experts)
-        return self._hop.apply(Pending(x, rows, expert_TK, weight_TK, self._counts), None, self._experts, grad)
+        return self._hop.finish(Pending(x, rows, expert_TK, weight_TK, self._counts), None, self._experts, grad)
