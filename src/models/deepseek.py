@@ -77,7 +77,7 @@ class DeepSeek(nn.Module):
         self.slots: Slots | None = None
         """State shared by the layers where tokens travel to experts in fixed slots; None: they do not."""
         self.pipeline: Pipeline | None = None
-        """Stages that this process computes (`take_stages`); None: it computes all blocks."""
+        """Stages that this process computes (pipeline parallelism); None: it computes all blocks."""
         self.mtp_loss_weight = config.mtp_loss_weight
         self.router_bias_update_rate = config.router_bias_update_rate
         """This rate and `mtp_loss_weight` may change along a run."""
@@ -232,10 +232,6 @@ class DeepSeek(nn.Module):
             part.split(tensor)
         elif part is self.lm_head:
             tensor.keep(part, 0)
-
-    def take_stages(self, pipeline: Pipeline) -> None:
-        """Let this process compute its stages of `pipeline` only (pipeline parallelism)."""
-        self.pipeline = pipeline
 
     def here(self, part: nn.Module) -> bool:
         """Return whether this process computes one of the `parts`."""

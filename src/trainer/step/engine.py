@@ -210,7 +210,7 @@ def build_model(
         keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
         mesh = build_mesh(degrees, device.type)
         if mesh.pipeline is not None:
-            model.take_stages(pipeline_of(config, plan, mesh.pipeline.get_group()))
+            model.pipeline = pipeline_of(config, plan, mesh.pipeline.get_group())
         by = build_dispatch(config.parallel, mesh, device)
         materialise(model, mesh, device, config.trainer.seed, keeps, fp8, by)
     else:
