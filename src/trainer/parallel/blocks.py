@@ -14,7 +14,6 @@ experts are spread over ranks, tokens on their way to them are between two graph
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -68,11 +67,8 @@ def _recompute_all_but_core(function: Callable[..., Tensor], *args: Tensor) -> T
     """Call function(*args), saving its arguments and the output of the attention core."""
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_core)
-
-
-def _keep_core() -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(_policy)
+    keep_core = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=keep_core)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
