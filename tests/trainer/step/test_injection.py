@@ -15,41 +15,33 @@ from trainer.step.injection import Injector
 
 Configs = Callable[..., Config]
 ONE_KIND = "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # of block to compile
+FEW_EXPERTS = "model.num_experts=2", "model.num_experts_per_token=1"  # a graph has each expert's product
 
 
-@pytest.mark.parametrize(
-    ("where", "recompute"),
-    [
-        (InjectPlace.activation, Recompute.full),
-        (InjectPlace.gradient, Recompute.none),
-        pytest.param(InjectPlace.activation, Recompute.none, marks=pytest.mark.exhaustive),
-        pytest.param(InjectPlace.gradient, Recompute.full, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_compiled_blocks_have_them(config: Configs, where: InjectPlace, recompute: Recompute) -> None:
+@pytest.mark.parametrize("recompute", [Recompute.full, pytest.param(Recompute.none, marks=pytest.mark.exhaustive)])
+def test_compiled_blocks_have_them(config: Configs, recompute: Recompute) -> None:
     torch.compiler.reset()
     device = torch.device("cpu")
-    plan, model = build_model(config("precision=bf16", *ONE_KIND), device)
-    injector = Injector(InjectConfig(step=2, where=where, value=float("inf")), model)
+    plan, model = build_model(config("precision=bf16", *ONE_KIND, *FEW_EXPERTS), device)
+    faults = enumerate((InjectPlace.activation, InjectPlace.gradient), start=2)
+    injectors = [Injector(InjectConfig(step=step, where=where, value=float("inf")), model) for step, where in faults]
     arena = bind(model, plan, device)
     parallelize(model, recompute, True, backend="aot_eager")
     tokens = torch.randint(6, 320, (2, 25), generator=torch.Generator().manual_seed(0))
     bad = []
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         begin_step(model, arena)
         arena.amax.zero_()
-        injector.before(step, 0)
+        for injector in injectors:
+            injector.before(step, 0)
         model(tokens).total.backward()
-        names = [name for name, ok in zip(arena.names, arena.amax.isfinite().tolist(), strict=True) if not ok]
-        bad.append(names)
+        bad.append([name for name, ok in zip(arena.names, arena.amax.isfinite().tolist(), strict=True) if not ok])
         model.zero_grad()
-    assert bad[0] == bad[2] == []
-    assert bad[1]
-    if where is InjectPlace.activation:
-        assert next(name for name in bad[1] if not name.endswith(":grad")) == "layers.1.attn"
-    else:
-        assert all(name.endswith(":grad") for name in bad[1]) and "layers.1.attn:grad" in bad[1]
-        assert not any(name.startswith("layers.2") for name in bad[1])
+    before, activation, gradient, after = bad
+    assert before == after == []
+    assert next(name for name in activation if not name.endswith(":grad")) == "layers.1.attn"
+    assert all(name.endswith(":grad") for name in gradient) and "layers.1.attn:grad" in gradient
+    assert not any(name.startswith("layers.2") for name in gradient)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
