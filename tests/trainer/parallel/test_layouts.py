@@ -1,16 +1,50 @@
-"""Ranks that share a model train it as one process does: the same losses, scales and verdicts, for every layout.
+"""Ranks that share a model train it as one process does: the same losses, scales and verdicts, for every layout. They
+gather and quantise weights as often as the layout says, and share compiled blocks.
 
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
+import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import composed
 import pytest
 import torch
-from layouts import EACH, EP, FP32, FSDP, HSDP, KEPT, Case, Curves, differences, main
+from ranks import run_cases
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from precision import GroupedLinear
+from precision.backends.reference import ReferenceBackend
+from trainer.config import Recompute
+from trainer.launch.world import World
+from trainer.parallel.blocks import parallelize
+from trainer.parallel.gather import Fp8GatherFormat, GatherFormat
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
+
+RUN = ["trainer.device=cpu", "precision.backend=reference", "trainer.max_steps=4", "optim.warmup_steps=2"]
+RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
+RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "model.num_experts=4"]
+RUN += ["data=text", "data.path=."]
+FSDP, HSDP, EP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.expert=2")
+FP32 = "precision=fp32"
+EACH, KEPT = "parallel.reduce_each_microbatch=true", "parallel.reshard_after_forward=false"
+
+
+class Case(NamedTuple):
+    """A run. keys: overrides. spoil: the rank whose loss is not a number in step 2. compiled: blocks are, by this
+    backend of torch.compile. seed: of the data."""
+
+    keys: tuple[str, ...]
+    steps: int = 2
+    spoil: int | None = None
+    compiled: str | None = None
+    seed: int = 3
+
 
 SEEDS = range(4)
 
@@ -21,29 +55,38 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
 
 
 XIELU = "model.activation=xielu"
-
+FP16 = "precision=fp16", "precision.loss_scale.initial=268435456", "precision.loss_scale.interval=2"  # 2^28
+MIXED = *FSDP, "precision=fp8_delayed", "precision.rules.last_blocks=1"
+MIXED = *MIXED, "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"
 CASES = {
-    1: {"xielu": Case((XIELU, FP32), 2), "fp32": Case((FP32,), 2)}
-    | {name: Case((f"precision={name}",), 2) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
+    1: {"xielu": Case((XIELU, FP32)), "fp32": Case((FP32,)), "fp16": Case(FP16, 12)}
+    | {name: Case((f"precision={name}",)) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
-        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), 2),
-        "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), 2),
-        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), 2),
-        "fsdp xielu": Case((*FSDP, XIELU, FP32), 2),
-        "ep xielu": Case((*EP, XIELU, FP32), 2),
-        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), 2),
-        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), 2),
-        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), 2),
-        "ep fp8_jit": Case((*EP, "precision=fp8_jit"), 2),
+        "fsdp fp32": Case((*FSDP, FP32)),
+        "fsdp fp32 kept": Case((*FSDP, FP32, KEPT, "recompute=selective")),
+        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full")),
+        "ep fp32": Case((*EP, FP32)),
+        "ep fp32 kept": Case((*EP, FP32, KEPT)),
+        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full")),
+        "fsdp xielu": Case((*FSDP, XIELU, FP32)),
+        "ep xielu": Case((*EP, XIELU, FP32)),
+        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed")),
+        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit")),
+        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block")),
+        "ep fp8_jit": Case((*EP, "precision=fp8_jit")),
         "spoilt": Case((*FSDP, "precision=fp8_delayed"), 3, spoil=1),
         "ep spoilt": Case((*EP, "precision=fp8_delayed"), 3, spoil=1),
+        "fsdp fp16": Case((*FSDP, *FP16), 12),
+        "ep fp16 spoilt": Case((*EP, "precision=fp16"), 3, spoil=1),
+        "mixed": Case(MIXED),
+        "mixed compiled": Case((*MIXED, "recompute=full"), compiled="eager"),
     },
     4: {
-        "hsdp fp32": Case((*HSDP, FP32), 2),
-        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), 2),
-        "ep fp32": Case((*EP, FP32), 2),
-        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32), 2),
-        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block"), 2),
+        "hsdp fp32": Case((*HSDP, FP32)),
+        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32)),
+        "ep fp32": Case((*EP, FP32)),
+        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32)),
+        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block")),
         "spoilt": Case((*HSDP, FP32), 3, spoil=2),
     },
 }
@@ -51,12 +94,78 @@ OVER_SEEDS = {
     1: over_seeds("seeds bf16", "precision=bf16") | over_seeds("seeds delayed", "precision=fp8_delayed"),
     2: over_seeds("seeds ep", *EP, "precision=fp8_delayed"),
 }
+Curves = dict[str, list[dict[str, float]]]
+
+
+counted: Counter[str] = Counter()
+
+
+def count() -> None:
+    """How often a weight is gathered, how often one of experts, and how often one of experts is quantised."""
+    for kind in (GatherFormat, Fp8GatherFormat):
+
+        def arrive(self: GatherFormat, *args: Any, inner: Callable = kind._arrive, **out: Any) -> Any:
+            counted["arrived"] += 1
+            counted["experts"] += isinstance(self._layer, GroupedLinear)
+            return inner(self, *args, **out)
+
+        kind._arrive = arrive
+    quantise = ReferenceBackend.quantize_weight
+
+    def quantised(self: ReferenceBackend, master: torch.Tensor, *args: Any) -> Any:
+        counted["quantised"] += master.dim() == 3
+        return quantise(self, master, *args)
+
+    ReferenceBackend.quantize_weight = quantised  # type: ignore[method-assign, assignment]
+
+
+def train(_: str, case: Case, world: World) -> list[dict[str, float]]:
+    """The metrics of each step, and what must be the same on all ranks."""
+    assert world.gather_numbers([world.rank, 0.1]) == [[other, 0.1] for other in range(world.size)]
+    config = composed.config_of([*RUN, *case.keys])
+    plain = dataclasses.replace(config, recompute=Recompute.none) if case.compiled else config
+    engine = build_engine(plain, world.device, world=world)
+    counter = CompileCounterWithBackend(case.compiled or "eager")
+    if case.compiled:
+        torch._dynamo.reset()
+        parallelize(engine.model, config.recompute, True, counter)
+    generator = torch.Generator().manual_seed(case.seed)
+    lines = []
+    counted.clear()
+    for step in range(1, case.steps + 1):
+        base = torch.randint(0, 512, (4, 1), generator=generator)
+        tokens = (base + torch.arange(33) * torch.randint(1, 4, (4, 1), generator=generator)) % 512
+        if case.spoil == world.rank and step == 2:
+            with torch.no_grad():
+                _, block = engine.model.iter_blocks()[1]
+                handle = block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:]))
+            result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
+            handle.remove()
+        else:
+            result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
+        line = {key: float(value) for key, value in result.metrics.items()}
+        line["overflow"] = float(result.verdict.overflow)
+        line["ok"], line["place"] = float(result.verdict.ok), float(result.verdict.place)
+        line["scale"], line["amax"] = float(engine.arena.scale.double().sum()), float(engine.arena.amax.double().sum())
+        line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
+        line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
+        line["graphs"] = counter.frame_count
+        line |= {key: counted[key] for key in ("arrived", "experts", "quantised")}
+        counted.clear()
+        everyone = world.gather(line)
+        assert all(str(other) == str(line) for other in everyone), "the same on every rank"
+        lines.append(line)
+    return lines
 
 
 @pytest.fixture(scope="module")
 def curves(ask_ranks: Callable[..., Any]) -> dict[int, Curves]:
     """What each world size computed."""
     return ask_ranks(__file__, CASES)
+
+
+def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str = "loss/total") -> list[float]:
+    return [abs(a[key] - b[key]) for a, b in zip(ours, theirs, strict=False)]
 
 
 @pytest.mark.parametrize(("size", "name"), [(s, n) for s in (2, 4) for n in CASES[s] if "fp32" in n])
@@ -116,5 +225,57 @@ def test_a_bad_step_on_one_rank_is_skipped_by_all(curves: dict[int, Curves], siz
     assert after["norm"] != dropped["norm"]
 
 
+@pytest.mark.parametrize("way", ["fsdp", "ep"])
+def test_kept_weights_are_gathered_once_a_step(curves: dict[int, Curves], way: str) -> None:
+    """The others twice in each of two microbatches, but for the last block, embedding and head."""
+    once, again = curves[2][f"{way} fp32 kept"], curves[2][f"{way} fp32"]
+    assert again[0]["arrived"] > 2.4 * once[0]["arrived"] and once[1]["arrived"] == once[0]["arrived"]
+    for key in ("loss/total", "norm", "scale", "amax"):
+        assert [line[key] for line in once] == [line[key] for line in again]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(2, name) for name in CASES[2] if name.split()[0] == "ep"] + [(4, "ep over groups fp32"), (4, "ep fp32")],
+)
+def test_experts_that_no_other_rank_has_are_not_gathered(curves: dict[int, Curves], size: int, name: str) -> None:
+    shared = (size, name) == (4, "ep fp32")
+    assert all((line["experts"] > 0) is shared and line["arrived"] > 0 for line in curves[size][name])
+
+
+def test_gathered_weights_are_quantised_once_a_step_as_in_one_process(curves: dict[int, Curves]) -> None:
+    """In two microbatches; where they are gathered, in each forward and backward pass."""
+    one, alone, gathered = (
+        [line["quantised"] for line in lines]
+        for lines in (curves[1]["fp8_jit"], curves[2]["ep fp8_jit"], curves[2]["fsdp fp8_jit"])
+    )
+    assert alone == one and len(set(one)) == 1 and min(gathered) > 2 * one[0] > 0
+
+
+def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves: dict[int, Curves]) -> None:
+    plain, compiled = curves[2]["mixed"], curves[2]["mixed compiled"]
+    assert compiled[-1]["graphs"] == 2, "of three blocks with experts, the last is in BF16"
+    assert max(differences(plain, compiled)) < 1e-3
+    assert compiled[0]["amax"] == plain[0]["amax"]
+
+
+def test_in_fp16_ranks_scale_the_loss_as_one_process_does(curves: dict[int, Curves]) -> None:
+    """From too high a scale down, and up again."""
+    ours, theirs = curves[2]["fsdp fp16"], curves[1]["fp16"]
+    for key in ("optim/loss_scale", "ok", "overflow"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+    assert {line["overflow"] for line in ours} == {0, 1} and len({line["optim/loss_scale"] for line in ours}) > 3
+    assert max(differences(ours, theirs)) < 2.0**-10 * theirs[0]["loss/total"], "a rounding of FP16"
+
+
+def test_in_fp16_a_bad_step_on_one_rank_is_skipped_by_all(curves: dict[int, Curves]) -> None:
+    lines = curves[2]["ep fp16 spoilt"]
+    assert [(line["ok"], line["overflow"], line["optim/loss_scale"]) for line in lines] == [
+        (1, 0, 2**16), (0, 0, 2**16), (1, 0, 2**15)
+    ]  # fmt: skip
+    assert lines[1]["norm"] == lines[0]["norm"] != lines[2]["norm"]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), OVER_SEEDS if sys.argv[2:] else CASES)
+    count()
+    run_cases(OVER_SEEDS if sys.argv[2:] else CASES, train, Path(sys.argv[1]))
