@@ -56,8 +56,8 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
 
 XIELU = "model.activation=xielu"
 FP16 = "precision=fp16", "precision.loss_scale.initial=268435456", "precision.loss_scale.interval=2"  # 2^28
-MIXED = *FSDP, "precision=fp8_delayed", "precision.rules.last_blocks=1"
-MIXED = *MIXED, "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"
+ONE_KIND = "precision=fp8_delayed", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # of block to compile
+MIXED, SPREAD = (*FSDP, *ONE_KIND, "model.num_layers=3", "precision.rules.last_blocks=1"), (*EP, *ONE_KIND)
 CASES = {
     1: {"xielu": Case((XIELU, FP32)), "fp32": Case((FP32,)), "fp16": Case(FP16, 12)}
     | {name: Case((f"precision={name}",)) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
@@ -80,6 +80,8 @@ CASES = {
         "ep fp16 spoilt": Case((*EP, "precision=fp16"), 3, spoil=1),
         "mixed": Case(MIXED),
         "mixed compiled": Case((*MIXED, "recompute=full"), compiled="eager"),
+        "spread": Case(SPREAD),
+        "spread compiled": Case((*SPREAD, "recompute=selective"), compiled="aot_eager"),
     },
     4: {
         "hsdp fp32": Case((*HSDP, FP32)),
@@ -257,6 +259,14 @@ def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves:
     assert compiled[-1]["graphs"] == 2, "of three blocks with experts, the last is in BF16"
     assert max(differences(plain, compiled)) < 1e-3
     assert compiled[0]["amax"] == plain[0]["amax"]
+
+
+def test_compiled_blocks_with_spread_experts_compute_the_same(curves: dict[int, Curves]) -> None:
+    plain, compiled = curves[2]["spread"], curves[2]["spread compiled"]
+    assert 0 < compiled[-1]["graphs"] <= 6, "the parts of a block are compiled once a kind"
+    assert compiled[0]["amax"] == pytest.approx(plain[0]["amax"], rel=1e-5)
+    for key in ("loss/total", "optim/grad_norm", "norm"):
+        assert [line[key] for line in compiled] == pytest.approx([line[key] for line in plain], rel=1e-4), key
 
 
 def test_in_fp16_ranks_scale_the_loss_as_one_process_does(curves: dict[int, Curves]) -> None:
