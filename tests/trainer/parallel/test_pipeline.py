@@ -55,7 +55,6 @@ CASES = {
     2: {
         "in turn": Case((FP32, *IN_TURN), saves=True),
         "in turn fp8": Case((FP8, *IN_TURN, "parallel.stages=[2,2,1,0]")),
-        "spoilt": Case((FP32, *IN_TURN), 3, spoil=0),
         "zbv": Case((FP32, *ZBV), saves=True),
         "zbv fp8": Case((FP8, *ZBV, "parallel.stages=[1,2,2,0]", "recompute=selective")),
         "zbv spoilt": Case(("precision=fp16", *ZBV), 3, spoil=1),
@@ -175,7 +174,7 @@ def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, 
     assert abs(ours["validation"] - theirs["validation"]) < 1e-5
 
 
-@pytest.mark.parametrize(("size", "name"), [(4, "spoilt"), (2, "spoilt"), (2, "zbv spoilt")])
+@pytest.mark.parametrize(("size", "name"), [(4, "spoilt"), (2, "zbv spoilt")])
 def test_a_nan_in_a_stage_skips_the_step_on_all_ranks(runs: dict[int, Any], size: int, name: str) -> None:
     lines = runs[size][name]["lines"]
     assert [line["ok"] for line in lines] == [1, 0, 1]
