@@ -144,16 +144,6 @@ def restore(optimizer: Optimizer, state: dict[str, dict[str, Tensor]]) -> None:
             tensor.copy_(state[name][key])
 
 
-def test_state_goes_round() -> None:
-    model, optimizer = model_and_optimizer()
-    backward(model)
-    optimizer.step(torch.tensor(True), torch.tensor(0))
-    _, other = model_and_optimizer()
-    restore(other, optimizer.state_dict())
-    for name, state in optimizer.state_dict().items():
-        assert all(torch.equal(other.state_dict()[name][key], tensor) for key, tensor in state.items())
-
-
 def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter: clipped steps, a skipped one, a parameter without a gradient, state that goes round."""
     pytest.importorskip("triton")

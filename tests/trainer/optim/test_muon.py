@@ -19,7 +19,7 @@ from trainer.optim import muon as muon_module
 from trainer.optim.adamw import LearningRate
 from trainer.optim.build_optimizer import muon_layouts, muon_rows
 from trainer.optim.muon import Muon
-from trainer.optim.orthogonalise import orthogonalise, polynomials
+from trainer.optim.orthogonalise import polynomials
 from trainer.optim.owners import layout
 from trainer.parallel.mesh import Degrees
 from trainer.step.engine import build_engine
@@ -33,29 +33,6 @@ CONFIG = OptimConfig(
     lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, clip=None, moments=Moments.fp32, schedule=Schedule.wsd,
     warmup_steps=0, decay_fraction=0.0, min_lr_ratio=0.1, name=OptimizerName.muon, muon=MUON,
 )  # fmt: skip
-# the range of singular values that each method promises to end in: see `orthogonalise`
-RANGES = {
-    Coefficients.quintic: (0.65, 1.25),
-    Coefficients.deepseek_v4: (0.99, 1.01),
-    Coefficients.polar_express: (0.97, 1.03),
-}
-
-
-@pytest.mark.parametrize("shape", [(2, 48, 80), (2, 80, 48), (1, 64, 64)])
-@pytest.mark.parametrize("kind", Coefficients)
-def test_singular_values_become_one_and_directions_stay(kind: Coefficients, shape: tuple[int, ...]) -> None:
-    """Of matrices whose smallest singular value is a tenth of the largest, against float64's decomposition."""
-    torch.manual_seed(0)
-    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
-    values = torch.linspace(0.1, 1.0, min(shape[-2:]), dtype=torch.float64)
-    made = orthogonalise((u * values) @ v, polynomials(kind), torch.float32).double()
-    core = u.mT @ made @ v.mT
-    low, high = RANGES[kind]
-    assert (core.diagonal(dim1=-2, dim2=-1) > low).all() and (core.diagonal(dim1=-2, dim2=-1) < high).all()
-    assert (core - torch.diag_embed(core.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-4, "no direction has changed"
-    assert torch.equal(
-        orthogonalise(torch.zeros(shape), polynomials(kind), torch.bfloat16), torch.zeros(shape).bfloat16()
-    )
 
 
 def optimizer(weight: Tensor, division: Division, config: OptimConfig = CONFIG) -> tuple[nn.Module, Muon]:
@@ -105,19 +82,6 @@ def test_two_steps_are_those_of_torch(nesterov: bool) -> None:
     largest = sum(map(abs, polynomials(Coefficients.quintic)[-1])) * 2.0**-8  # roundings of a step's three terms
     assert spread < largest * ours[Iteration.fp32].norm()
     assert 4 * finer < spread < 16 * finer, "a rounding of BF16 is 8 times one of FP16"
-
-
-@pytest.mark.parametrize(("iteration", "digit"), [(Iteration.bf16, 2.0**-8), (Iteration.fp16, 2.0**-11)])
-def test_formats_of_the_iteration_differ_by_their_rounding(iteration: Iteration, digit: float) -> None:
-    """The singular values of a Gaussian 24 x 40 matrix are not small, so that five steps multiply a rounding little."""
-    torch.manual_seed(0)
-    weight, gradient, moved = torch.randn(24, 40), torch.randn(24, 40), []
-    for each in (Iteration.fp32, iteration):
-        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=replace(MUON, iteration=each)))
-        model.weight.grad = gradient.clone()  # type: ignore[union-attr]
-        muon.step(torch.tensor(True), torch.tensor(0))
-        moved.append(model.weight.detach() - weight)  # type: ignore[operator]
-    assert 0 < float((moved[1] - moved[0]).norm() / moved[0].norm()) < 10 * digit
 
 
 @pytest.mark.parametrize("size", [2.0**-24, 2.0**17])
@@ -201,20 +165,6 @@ def test_the_forecast_counts_what_the_model_has(name: str) -> None:
         assert experts > 0.9 * size.elements, "no rule by shape sends them to AdamW"
 
 
-def test_a_head_moves_by_its_own_gradient_alone() -> None:
-    """Two heads of [k_nope 3, v 2] rows each: a gradient in one matrix moves no other but by decay."""
-    torch.manual_seed(0)
-    for rows in ((0, 3), (3, 5), (5, 8), (8, 10)):
-        model, muon = optimizer(torch.randn(10, 6), Division((3, 2)), replace(CONFIG, weight_decay=0.0))
-        before = model.weight.detach().clone()  # type: ignore[union-attr]
-        gradient = torch.zeros(10, 6)
-        gradient[slice(*rows)] = torch.randn(rows[1] - rows[0], 6)
-        model.weight.grad = gradient  # type: ignore[union-attr]
-        muon.step(torch.tensor(True), torch.tensor(0))
-        moved = (model.weight.detach() - before).abs().amax(1) > 0  # type: ignore[operator]
-        assert moved.nonzero().flatten().tolist() == list(range(*rows))
-
-
 def test_a_skipped_step_changes_no_bit() -> None:
     torch.manual_seed(0)
     model, muon = optimizer(torch.randn(8, 6), Division((8,)))
@@ -233,7 +183,7 @@ def test_a_skipped_step_changes_no_bit() -> None:
 def test_updates_have_the_rms_of_adamw() -> None:
     """0.2 times the learning rate, up to the spread of the singular values, whatever the shape."""
     torch.manual_seed(0)
-    low, high = RANGES[Coefficients.quintic]  # of the singular values, and so of the root of their mean square
+    low, high = 0.65, 1.25  # of the singular values (`orthogonalise`), and so of the root of their mean square
     for shape in ((16, 64), (64, 16), (32, 32)):
         model, muon = optimizer(torch.zeros(shape), Division(shape[:1]))
         model.weight.grad = torch.randn(shape)  # type: ignore[union-attr]
