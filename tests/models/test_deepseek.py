@@ -106,11 +106,3 @@ def test_a_sequence_means_the_same_in_any_batch(build: Build, tokens: Tensor) ->
         together = model.hidden(tokens)
         alone = torch.cat([model.hidden(t[None]) for t in tokens])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-
-
-def run(model: DeepSeek, tokens: Tensor) -> list[Tensor]:
-    """Losses, loads and gradients of one pass."""
-    model.zero_grad()
-    losses = model(tokens)
-    losses.total.backward()
-    return [*losses.detached(losses.total), *(p.grad for p in model.parameters() if p.grad is not None)]

@@ -61,16 +61,13 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({"num_dense_layers": 5}, "num_dense_layers=5: only 3 blocks; set at most"),
         ({"num_layers": 0}, "num_layers=0: out of range; set at least 1"),
         ({"num_expert_groups": 0}, "num_expert_groups=0: out of range; set at least 1"),
-        ({"num_shared_experts": 0}, "num_shared_experts=0: out of range; set at least 1"),
         ({"num_mtp_layers": -1}, "num_mtp_layers=-1: out of range; set 0 or more"),
         ({"init_std": 0.0}, "init_std=0.0: out of range; set a number above 0"),
         ({"mtp_loss_weight": float("nan")}, "mtp_loss_weight=nan: out of range; set 0 or more"),
-        ({"balance_loss_weight": float("inf")}, "balance_loss_weight=inf: out of range; set 0 or more"),
         (
             {"rope_theta": 1.0, "rope_scaling": YarnConfig()},
             "rope_theta=1.0: YaRN wants frequencies that fall; set the",
         ),
-        ({"rope_theta": float("inf")}, "rope_theta=inf: out of range; set a number above 0"),
         ({"q_lora_rank": 0}, "q_lora_rank=0: out of range; set at least 1, or null"),
         (
             {"rope_scaling": YarnConfig(factor=0.5)},
@@ -86,7 +83,6 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
             "rope_scaling.original_max_position_embeddings=0: out of range; set at least 1",
         ),
         ({"rope_scaling": YarnConfig(beta_fast=float("inf"))}, "rope_scaling.beta_fast=inf: out of range; set 0 or mo"),
-        ({"rope_scaling": YarnConfig(mscale=float("nan"))}, "rope_scaling.mscale=nan: out of range; set 0 or more"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(overrides: dict[str, Any], message: str) -> None:
