@@ -106,6 +106,8 @@ def smaller(words: list[str]) -> list[str]:
         words = [*words, "--steps", "2", "--hold", "0"]
     if words[0].endswith("bench/health.py"):
         words = [*words, "--steps", "2"]
+    if words[0].endswith("sample.py") and "--tokens" not in words:
+        words = [*words, "--tokens", "8"]
     given = {word.split("=")[0] for word in words}
     of_a_run = words[0].endswith(("replay_step.py", "dashboard.py", "evaluate.py", "sample.py", "export_hf.py"))
     of_a_run |= "run.resume=auto" in words and "--standalone" not in words  # which has its model, its batch, its text
@@ -135,7 +137,7 @@ def simulated(words: list[str]) -> list[str]:
 def exported(words: list[str]) -> list[str]:
     """A command of docs/export.md, on a little text, in widths that FP8 can be exported in."""
     if words[0] != "train.py" or "model=imported" in words:
-        return words
+        return smaller(words) if words[0].endswith("sample.py") else words
     return on_text(
         [*words, *(f"model.{key}=128" for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"))]
     )
@@ -150,7 +152,7 @@ def brief(words: list[str]) -> list[str]:
     few = {"trainer.max_steps": "2", "trainer.sequence_length": "16", "eval.batches": "1", "model.vocab_size": "512"}
     few |= {"trainer.global_batch_size": "4", "trainer.microbatch_size": "4", "model.num_layers": "2"}
     if "model=fog_mla_100m" in words:
-        few["model.num_dense_layers"] = "2"
+        few |= {"model.num_dense_layers": "2", "model.hidden_size": "128", "model.intermediate_size": "128"}
     kept = [word for word in words if word.partition("=")[0] not in few]
     return [*kept, *TEXT[:3], *(f"{key}={value}" for key, value in few.items()), "logging.every=1"]
 
