@@ -176,7 +176,7 @@ def test_what_is_chosen_by_name_is_the_runs(runs: Path, choice: str) -> None:
 
 def test_several_sources(runs: Path, tmp_path: Path) -> None:
     """A row each, and one of all together; a source without a whole sequence has none to look at."""
-    for name, count in (("a", 40), ("b", 80)):
+    for name, count in (("a", 10), ("b", 20)):
         (tmp_path / name).mkdir()
         for i in range(8):
             (tmp_path / name / f"{i}.txt").write_text(f"{name}: words, {i} of them. " * count)

@@ -99,8 +99,10 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
         (["--gpus", "8", "--sequences", "8,ten"], "--sequences: 8,ten: want a number above 0, or several: 6,8,10"),
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set a number above 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
-        (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
-        (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
+        (
+            ["--gpus", "8", "--memory", "60", "model=deepseek_v3"],
+            "--gpus=8: no layout fits into 60 GiB a GPU; take more GPUs (256 would do)",
+        ),
         (["--gpus", "8", "--memory", "0.01"], "; take GPUs with more (no number of these is enough)\n"),  # nor tokens
         (
             ["--gpus", "1", "--memory", "0.5", "trainer.sequence_length=65536", "model.max_position_embeddings=65536"],

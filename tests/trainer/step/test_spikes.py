@@ -30,7 +30,7 @@ def noisy(count: int, seed: int = 0) -> list[tuple[float, float]]:
 
 def test_a_healthy_run_has_none() -> None:
     spikes = watch()
-    assert not any(any(step(spikes, *numbers)) for numbers in noisy(2000))
+    assert not any(any(step(spikes, *numbers)) for numbers in noisy(500))
 
 
 def test_a_loss_that_falls_fast_and_a_norm_that_falls_with_it_have_none() -> None:
