@@ -283,8 +283,8 @@ def test_make_runs_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", *CONSTRAINTS):
         (folder / name).write_text((ROOT / name).read_text())
     path = {"PATH": os.environ["PATH"]}  # not what the make that runs the tests hands on
-    for target in ("train", "suite", "test-elsewhere", "soak"):
-        command = ["make", "-n", target]
-        done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=True)
-        first = next(word for word in shlex.split(done.stdout.splitlines()[-1]) if "=" not in word)
-        assert first.startswith(".venv/bin/"), done.stdout
+    targets = "train", "suite", "test-elsewhere", "soak"
+    command = ["make", "-n", "-o", ".venv/.installed", "-o", ".venv/.installed-test", *targets]  # as if .venv were made
+    done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=True)
+    first = [next(word for word in shlex.split(line) if "=" not in word) for line in done.stdout.splitlines()]
+    assert len(first) >= len(targets) and all(word.startswith(".venv/bin/") for word in first), done.stdout
