@@ -19,8 +19,8 @@ from run_lines import metrics
 
 from trainer.trainer import Trainer
 
-RUN = ["+recipe=fp8_delayed", "trainer.max_steps=5", "checkpoint.every=1", "run.resume=auto", "optim.lr=5e-4"]
-LAST = 4  # the step in which ranks are killed: the checkpoint of step 1 at least is complete, for step 2 has been saved
+RUN = ["+recipe=fp8_delayed", "trainer.max_steps=4", "checkpoint.every=1", "run.resume=auto", "optim.lr=5e-4"]
+LAST = 3  # the step in which ranks are killed: the checkpoint of step 1 at least is complete, for step 2 has been saved
 COMPARED = ("step", "loss/", "optim/", "moe/", "fp8/", "act/")
 
 
@@ -69,7 +69,7 @@ def test_killed_ranks_resume_to_the_numbers_of_those_that_were_not(
     run = tmp_path / "runs" / "killed"
     assert '"resume"' in (run / "events.jsonl").read_text()
     ours, theirs = numbers(run), numbers(tmp_path / "runs" / "whole")
-    assert ours == theirs and [line["step"] for line in ours if "loss/total" in line] == [1, 2, 3, 4, 5]
+    assert ours == theirs and [line["step"] for line in ours if "loss/total" in line] == [1, 2, 3, 4]
 
 
 if __name__ == "__main__":

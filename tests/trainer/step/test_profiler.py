@@ -20,7 +20,7 @@ from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 # a trace holds every operation: few of them make it quick to write and read
-ONE_BLOCK = "model.num_layers=1", "model.num_mtp_layers=0", "trainer.microbatch_size=4"
+ONE_BLOCK = "model.num_layers=1", "model.num_mtp_layers=0", "trainer.microbatch_size=4", "health.every=0"
 
 
 def spans(path: Path) -> list[str]:
