@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 from models import DeepSeek, ModelConfig
@@ -76,25 +77,24 @@ def test_research_sizes_are_what_their_files_say(
     assert count.active == pytest.approx(active, rel=0.02)
 
 
+RECIPES = {
+    **dict.fromkeys(("fp32", "bf16", "fp8_delayed"), (None, None)),
+    "fp8_delayed head": (Precision.fp8, None),
+    "fp8_full swiglu": (None, Precision.fp8),
+}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "head", "swiglu"),
-    [
-        ("fp32", None, None), ("bf16", None, None), ("fp8_delayed", None, None), ("fp8_delayed", Precision.fp8, None),
-        ("fp8_full", None, Precision.fp8),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("q_lora_rank", [None, 128])
-@pytest.mark.parametrize("shape", ["deepseek_tiny", "fog_mla_tiny"])
+    ("name", "q_lora_rank", "shape"), pairwise([*RECIPES], [None, 128], ["deepseek_tiny", "fog_mla_tiny"])
+)
 def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
-    recipe: str,
-    head: Precision | None,
-    swiglu: Precision | None,
-    q_lora_rank: int | None,
-    shape: str,
-    model_config: Callable[[str], ModelConfig],
-    on_meta: OnMeta,
+    name: str, q_lora_rank: int | None, shape: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
-    config = replace(model_config(shape), q_lora_rank=q_lora_rank)
+    config, recipe, (head, swiglu) = (
+        replace(model_config(shape), q_lora_rank=q_lora_rank),
+        name.split()[0],
+        RECIPES[name],
+    )
     model, plan = on_meta(config, recipe, head, swiglu)
     model.to_empty(device="cpu").init_weights(0)
     bind(model, plan, "cpu")
