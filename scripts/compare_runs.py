@@ -36,7 +36,7 @@ import yaml
 from precision.errors import UserError, counted
 from trainer.config.data import TOKENIZER
 from trainer.config.timeline import steps_of_tree
-from trainer.config_diff import changes, configs_before, differ, flat, read_yaml, shapes_of
+from trainer.config_diff import changed_keys, configs_before, differ, flat, read_yaml, shapes_of
 from trainer.files import parse_lines, replace_file, script
 from trainer.forecast.words import aligned
 from trainer.health.dashboard.decimate import moving_mean
@@ -63,7 +63,7 @@ class Run:
     """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last resumed.
 
     origin: the run that gave its first weights, None for random ones. changed: step -> keys that changed when it
-    resumed from there, with both values.
+    resumed from there, with both values. is_noise: it only shows the effect of chance: its seed is not the first run's.
     """
 
     path: Path
@@ -72,6 +72,7 @@ class Run:
     origin: str | None
     changed: dict[int, str]
     label: str = ""
+    is_noise: bool = False
 
     @property
     def recipe(self) -> str:
@@ -164,24 +165,14 @@ def read_run(path: Path) -> Run:
     if not series.get(TRAIN):
         state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
         raise UserError(f"{path}: no {TRAIN} in {METRICS} is {state}; {fix}")
-    before = {}
-    for step, config in configs_before(path).items():
-        if is_config(config):  # a damaged one was put aside by a resume, which used a checkpoint's
-            before[step] = config.read_bytes()
-    if not is_config(path / CONFIG):
-        raise UserError(f"{path / CONFIG}: is damaged (not YAML); compare other runs")
-    texts = [*before.values(), (path / CONFIG).read_bytes()]
-    changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
-    first, last = (flat(read_yaml(text)) for text in (texts[0], texts[-1]))
-    return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in changed.items() if keys})
-
-
-def is_config(path: Path) -> bool:
-    """Return whether a file is a config of a run."""
+    before = configs_before(path)
     try:
-        return bool(read_yaml(path.read_bytes()))
-    except yaml.YAMLError:
-        return False
+        trees = [read_yaml(config.read_bytes()) for config in (*before.values(), path / CONFIG)]
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: a config in it is damaged ({error}); compare other runs") from None
+    changed = {step: changed_keys(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(trees), strict=True)}
+    origin = flat(trees[0]).get("run.init_from")
+    return Run(path, flat(trees[-1]), series, origin, {step: keys for step, keys in changed.items() if keys})
 
 
 def names(place: Any) -> Any:
@@ -225,15 +216,11 @@ def twins(runs: list[Run]) -> list[tuple[Run, Run]]:
     return [(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :] if is_twin(a, b)]
 
 
-def is_noise(run: Run, runs: list[Run]) -> bool:
-    """Return whether a run only shows the effect of chance: its seed is not the first run's."""
-    return run.seed != runs[0].seed
-
-
 def name_runs(runs: list[Run]) -> None:
     """Set labels: the recipe, plus the seed if it differs, plus the folder if that is not enough."""
     for run in runs:
-        run.label = run.recipe + (f", seed {run.seed}" if is_noise(run, runs) else "")
+        run.is_noise = run.seed != runs[0].seed
+        run.label = run.recipe + (f", seed {run.seed}" if run.is_noise else "")
     labels, folders = [run.label for run in runs], distinct([run.path for run in runs])
     for run, label, folder in zip(runs, labels, folders, strict=True):
         if labels.count(label) > 1:
@@ -343,13 +330,11 @@ def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]
 def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     """Write the two figures and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        run.label = run.label.replace("$", r"\$")  # between dollars matplotlib reads formulas
     paths = [out / "loss.png", out / "difference.png"]
     title = f"Training loss (mean over {counted(smooth, 'step')}), validation loss (marks)"
     figure, axes = canvas("loss, nats per token", title)
     for i, run in enumerate(runs):
-        plot(axes, run, i, runs, smoothed(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
+        plot(axes, run, i, smoothed(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
     losses = [loss for run in runs for loss in run.series[TRAIN].values()]
     end = [loss for run in runs for step, loss in run.series[TRAIN].items() if step > run.last_step / 20]
     axes.set_ylim(min(losses) * 0.97, max(end or losses) * 1.03)  # the fall in the first steps would flatten the rest
@@ -366,13 +351,12 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     for i, run in enumerate(runs[1:], 1):
         validation = differences(run, runs[0], VALIDATION, 1)
         # with another data order a step has other tokens: the difference of training losses is meaningless
-        line = validation if is_noise(run, runs) else differences(run, runs[0], TRAIN, smooth)
-        plot(axes, run, i, runs, line, validation)
+        line = validation if run.is_noise else differences(run, runs[0], TRAIN, smooth)
+        plot(axes, run, i, line, validation)
         late += [abs(value) for step, value in (line | validation).items() if step > run.last_step / 20]
     reach = 1.1 * max([*late, *gaps, 0.1])
     axes.set_ylim(-reach, reach)
-    if len(runs) > 1:
-        axes.legend(frameon=False)
+    axes.legend(frameon=False)
     save(figure, paths[1])
     return paths
 
@@ -401,11 +385,10 @@ def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, float], dots: dict[int, float]) -> None:
+def plot(axes: Any, run: Run, number: int, line: dict[int, float], dots: dict[int, float]) -> None:
     """Plot one run's line and dots. A run of another seed is grey: only its distance matters."""
-    noise = is_noise(run, runs)
-    colour = "0.55" if noise else COLOURS[number % len(COLOURS)]
-    dashes = "-" if noise else DASHES[number // len(COLOURS) % len(DASHES)]
+    colour = "0.55" if run.is_noise else COLOURS[number % len(COLOURS)]
+    dashes = "-" if run.is_noise else DASHES[number // len(COLOURS) % len(DASHES)]
     axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label)
     marker = MARKERS[number % len(MARKERS)]
     axes.plot(list(dots), list(dots.values()), marker, color=colour, markersize=5.5, markerfacecolor="none")
