@@ -90,12 +90,8 @@ RECIPES = {
 def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
     name: str, q_lora_rank: int | None, shape: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
-    config, recipe, (head, swiglu) = (
-        replace(model_config(shape), q_lora_rank=q_lora_rank),
-        name.split()[0],
-        RECIPES[name],
-    )
-    model, plan = on_meta(config, recipe, head, swiglu)
+    config = replace(model_config(shape), q_lora_rank=q_lora_rank)
+    model, plan = on_meta(config, name.split()[0], *RECIPES[name])
     model.to_empty(device="cpu").init_weights(0)
     bind(model, plan, "cpu")
     compute = [t for layer in gemm_layers(model) for t in layer.operand or () if t is not None]
