@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision import proof
+from precision import Plan, proof
 from precision.errors import counted
 from trainer.checkpoint import (
     Checkpointer,
@@ -41,7 +41,7 @@ from trainer.forecast.stages import idle_share
 from trainer.health.alerts import Alerts
 from trainer.health.dashboard.at_end import SHORT_PATIENCE, write_at_end
 from trainer.health.health import Health
-from trainer.health.power import PowerMeter, find_gpus
+from trainer.health.power import MeteredGpus, PowerMeter, find_gpus
 from trainer.health.rules import training_rules
 from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
@@ -192,7 +192,6 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         data, about_data = _find_data(config, world)
         config = with_epochs(config, data.train.sidecar.num_tokens)
         check_single_steps(config)
-    t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
     origin = None
@@ -203,15 +202,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     if origin is not None:
         notes.extend(_other_tokenizer(origin, data))
     check_whole(data.shards, config.data.verify, world)
-    set_document_masking(engine.model, t, data)
-    for each in timeline.segments:
-        with in_phase(config, each):
-            data.train.check_length(each.length, each.batch)
-            data.validation.check_length(each.length)  # else this would fail only at the end of training
-    batch = max(each.batch for each in timeline.segments)
-    loader = Loader(
-        data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
-    )
+    set_document_masking(engine.model, config.trainer, data)
+    loader = _loader(config, data, world)
 
     def check(meta: dict[str, Any], path: Path) -> None:
         check_resumable(config, meta, path)
@@ -222,74 +214,70 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
 
     with ExitStack() as on_error:
-        folder = RunFolder.open(
-            config,
-            overrides,
-            engine.plan.to_text(),
-            engine.plan.backends(),
-            world,
-            check,
-        )
+        folder = RunFolder.open(config, overrides, engine.plan.to_text(), engine.plan.backends(), world, check)
         for each in about_data:  # a run that is refused because of its data says that alone
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         on_error.callback(folder.close)
         on_error.push(folder.undo)
         folder.keep(data.tokenizer_path)
-        folder.notes.extend([*notes, *(Note("alert", folder.first_step, note) for note in engine.plan.notes)])
-        if (found := proof.latest()) is not None:
-            kind, subject = ("kernels", "") if found.is_proved else ("alert", "kernels: ")
-            folder.notes.append(Note(kind, folder.first_step, f"{subject}{found.line}"))
-        to, alone = config.health.alerts, world.size == 1
-        folder.notes.extend(_left_out(data, folder.first_step))
-        idle = without_effect(config, world.size, folder.first_step)
-        folder.notes.extend(Note("config", folder.first_step, line) for line in idle)
-        sinks = Sinks(config.logging, folder, timeline.steps, None, world.rank, to.webhook, to.command, alone)
+        folder.notes.extend([*notes, *_notes(config, engine.plan, data, world, folder.first_step)])
+        to, steps, alone = config.health.alerts, Timeline(config.trainer).steps, world.size == 1
+        sinks = Sinks(config.logging, folder, steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
-        alerts = _alerts(config, folder, world)
         world.rank_group.on_end.append(sinks.ended)
         if config.health.dashboard:
             world.rank_group.on_end.append(lambda failure: write_at_end(folder.path, failure.message, SHORT_PATIENCE))
-        checkpointer = Checkpointer(folder.path / CHECKPOINTS, config.checkpoint.keep, sinks.event, world)
-        profiler = Profiler(
-            config.profile, folder.path, engine.device, sinks.event, world.rank if world.is_distributed else None
-        )
-        diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path)
-        ladder = Ladder(config.recovery, folder.path, batch, in_fp8=engine.plan.has_fp8, in_fp16=engine.plan.is_fp16)
-
-        def inside(entry: Mapping[str, Any]) -> None:
-            sinks.tensors(entry)
-            alerts.tensors(entry)
-
-        power = PowerMeter(gpus, config.health.power, world, sinks.event)
-        health = Health(config.health, engine, inside, t.global_batch_size, t.microbatch_size)
-        if health.note is not None:
-            sinks.event("alert", folder.first_step, health.note)
-        run = Run(
-            config,
-            world,
-            engine,
-            data,
-            loader,
-            folder,
-            checkpointer,
-            sinks,
-            profiler,
-            diagnosis,
-            ladder,
-            power,
-            _stragglers(config, engine, world),
-            health,
-            alerts,
-        )
+        run = _assemble(config, world, engine, data, loader, folder, sinks, gpus)
         if world.is_first:
             sinks.header(header(config, engine.plan, overrides, folder.path, world.size, data))
         if folder.resumed_from is not None:
             with world.rank_group.phase("reading a checkpoint"):
                 run.restore(folder.resumed_from)
         if config.checkpoint.every:
-            checkpointer.reserve(run.state())
+            run.checkpointer.reserve(run.state())
         on_error.pop_all()
     return run
+
+
+def _assemble(
+    config: Config,
+    world: World,
+    engine: Engine,
+    data: Prepared,
+    loader: Loader,
+    folder: RunFolder,
+    sinks: Sinks,
+    gpus: MeteredGpus,
+) -> Run:
+    """Build the parts that observe, save and recover, and return them with those that there are."""
+    t, plan, alerts = config.trainer, engine.plan, _alerts(config, folder, world)
+
+    def inside(entry: Mapping[str, Any]) -> None:
+        sinks.tensors(entry)
+        alerts.tensors(entry)
+
+    health = Health(config.health, engine, inside, t.global_batch_size, t.microbatch_size)
+    if health.note is not None:
+        sinks.event("alert", folder.first_step, health.note)
+    largest_batch = max(each.batch for each in Timeline(t).segments)
+    rank = world.rank if world.is_distributed else None
+    return Run(
+        config,
+        world,
+        engine,
+        data,
+        loader,
+        folder,
+        Checkpointer(folder.path / CHECKPOINTS, config.checkpoint.keep, sinks.event, world),
+        sinks,
+        Profiler(config.profile, folder.path, engine.device, sinks.event, rank),
+        Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path),
+        Ladder(config.recovery, folder.path, largest_batch, in_fp8=plan.has_fp8, in_fp16=plan.is_fp16),
+        PowerMeter(gpus, config.health.power, world, sinks.event),
+        _stragglers(config, engine, world),
+        health,
+        alerts,
+    )
 
 
 def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
@@ -299,6 +287,19 @@ def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.Wa
         warnings.simplefilter("always")
         data = find_or_build(config.data, config.model.vocab_size, show)
     return data, found if world.is_first else []
+
+
+def _loader(config: Config, data: Prepared, world: World) -> Loader:
+    """Return the loader of the training data. Raises UserError if a phase of the run needs more text than there is."""
+    t, timeline = config.trainer, Timeline(config.trainer)
+    for each in timeline.segments:
+        with in_phase(config, each):
+            data.train.check_length(each.length, each.batch)
+            data.validation.check_length(each.length)  # else this would fail only at the end of training
+    batch = max(each.batch for each in timeline.segments)
+    return Loader(
+        data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
+    )
 
 
 def _other_tokenizer(origin: Path, data: Prepared) -> list[Note]:
@@ -330,6 +331,16 @@ def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
     if not folder.is_new:
         alerts.replay(folder.path / METRICS, folder.path / TENSORS)
     return alerts
+
+
+def _notes(config: Config, plan: Plan, data: Prepared, world: World, step: int) -> list[Note]:
+    """Return what is unusual about a run: its plan, its kernels, its data, settings without effect."""
+    notes = [Note("alert", step, note) for note in plan.notes]
+    if (found := proof.latest()) is not None:
+        kind, subject = ("kernels", "") if found.is_proved else ("alert", "kernels: ")
+        notes.append(Note(kind, step, f"{subject}{found.line}"))
+    idle = without_effect(config, world.size, step)
+    return [*notes, *_left_out(data, step), *(Note("config", step, line) for line in idle)]
 
 
 def _left_out(data: Prepared, step: int) -> list[Note]:
