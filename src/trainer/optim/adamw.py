@@ -122,14 +122,13 @@ class Optimizer:
         self.names = list(self._named)
         self.schedule = schedule
         self._clip = config.clip
-        own = {name: self._parts[name] for name in self._elementwise if not named[name].is_meta}
-        self._own = list(own)
-        places = [i for i, name in enumerate(self._elementwise) if name in own]
-        self._place = torch.tensor(places, device=device)
+        here = [name for name in self._elementwise if not named[name].is_meta]
+        decayed, spared = [n for n in here if n not in no_decay], [n for n in here if n in no_decay]
         groups = [
-            {"params": [p for n, p in own.items() if n not in no_decay], "weight_decay": config.weight_decay},
-            {"params": [p for n, p in own.items() if n in no_decay], "weight_decay": 0.0},
+            {"params": [self._parts[n] for n in decayed], "weight_decay": config.weight_decay},
+            {"params": [self._parts[n] for n in spared], "weight_decay": 0.0},
         ]
+        self._place = self._places([*decayed, *spared])
         self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -156,10 +155,8 @@ class Optimizer:
 
         pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
         parameters, decays = zip(*pairs, strict=True)
-        place = {p: i for i, p in enumerate(parameters)}
         layers = {layer.weight: layer for layer in gemm_layers(model)}
         self._layers = [layers.get(p) for p in parameters]
-        self._order = torch.tensor([place[self._parts[name]] for name in self._own], device=self._lr.device)
         first, second, steps = (
             [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
         )
@@ -189,28 +186,28 @@ class Optimizer:
     def norms(self, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Return L2 norms, 0-d FP64: of all master weights, and of the last step's updates (0 unless `ok`, 0-d bool).
         Call it before the next step. A collective if there are several ranks."""
-        updates, parameters = self._of_all_parts(self._norms_of_parts())
+        norms = self._norms_of_parts()
+        norms = norms.new_zeros(2, len(self.names)).index_copy_(1, self._place, norms)  # 0 for other pipeline stages
+        updates, parameters = self._of_all_parts(norms)
         return parameters.norm(), updates.norm() * ok
 
     def _norms_of_parts(self) -> Tensor:
-        """Return norms of this rank's parts, [2, P] FP64: of the last updates, of the parameters; here AdamW's only."""
+        """Return norms of this rank's parts, [2, len(self._place)] FP64: of the last updates, of the parameters. Their
+        order is `_place`'s; here AdamW's only."""
         if self._kernel is not None:
-            return self._for_all_stages(self._kernel.norms(self._lr).index_select(1, self._order))
-        norm_of: dict[Tensor, Tensor] = {}
+            return self._kernel.norms(self._lr)
+        updates, parts = [], []
         for group in self._adamw.param_groups:
-            parameters, betas = group["params"], group["betas"]
-            states = [self._adamw.state[p] for p in parameters]
-            norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
-            norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
-        parts = [self._parts[name] for name in self._own]
-        norms = [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
-        return self._for_all_stages(torch.stack(norms))
+            parts += group["params"]
+            states = [self._adamw.state[p] for p in group["params"]]
+            settings = group["betas"], group["eps"], group["weight_decay"]
+            updates.append(update_norms(group["params"], states, self._lr, *settings))
+        return torch.stack([torch.cat(updates), torch.stack(foreach_norm(parts)).detach().double()])
 
-    def _for_all_stages(self, norms: Tensor) -> Tensor:
-        """Expand [2, own parameters] to [2, all], with zeros for other pipeline stages."""
-        if len(self._own) == len(self._elementwise):
-            return norms
-        return norms.new_zeros(2, len(self._elementwise)).index_copy_(1, self._place, norms)
+    def _places(self, names: Collection[str]) -> Tensor:
+        """Return where they are in `names`."""
+        place = {name: i for i, name in enumerate(self.names)}
+        return torch.tensor([place[name] for name in names], device=self._copies.device)
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
         """Reduce norms of this rank's parts [..., P] to norms of the whole."""

@@ -99,7 +99,7 @@ class Muon(Optimizer):
         alone, self._rounds = rounds(runs, self._layouts, self._world.rank % self._ranks, AT_ONCE)
         self._alone = list(batches(alone, AT_ONCE))
         self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in self._layouts}  # of the last update
-        self._muon_place = torch.tensor([i for i, name in enumerate(layouts) if name in self._layouts], device=device)
+        self._place = torch.cat([self._place, self._places(self._layouts)])
         self._kernels = has_kernels(device)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
@@ -221,8 +221,7 @@ class Muon(Optimizer):
         none = self._lr.new_zeros((), dtype=torch.float64)
         moved = torch.stack([sum((s.double().sum() for s in kept.values()), none) for kept in self._squares.values()])
         own = torch.stack([moved.sqrt(), torch.stack(foreach_norm(parts)).double()])
-        norms = own.new_zeros(2, len(self._momentum)).index_copy_(1, self._muon_place, own)
-        return torch.cat([super()._norms_of_parts(), norms], 1)
+        return torch.cat([super()._norms_of_parts(), own], 1)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return AdamW's moments and step counts and Muon's momentum by parameter name, sharded as the parameters."""
