@@ -12,6 +12,7 @@ Everything here follows from the config alone, in closed form; the tests compare
 
 from dataclasses import dataclass
 from math import comb
+from typing import NamedTuple
 
 from models.config import Activation, ModelConfig, NormPosition
 from models.layers import first_gemm
@@ -95,21 +96,45 @@ def kept_bytes_per_token(
     tokens: in a process's microbatch, to count the padding of experts' rows to tiles where kernels save them; None: not
     counted. capacity: of slots that tokens travel in (`models.slots`); None: there are as many rows as arrive.
     """
-    c, gemms = config, plan.gemms
+    c, head = config, plan.gemms["lm_head"]
     stream = plan.tensors["residual"].format.bytes
-    kept: dict[str, float] = dict.fromkeys(("gemm", "norm", "attention", "swiglu", "head"), 0.0)
-    first, _ = first_gemm(c.activation, 0)
-    same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": (f"moe.shared.{first}",)}
-    head = gemms["lm_head"]
-    chunked = is_chunked(head.recipe)
-    tiles = rows_in_tiles(0, c.num_experts // spread) / tokens if tokens else 0.0
-    arrive, choices = arriving(config, spread), float(c.num_experts_per_token)
+    gemm, swiglu = _kept_by_gemms(c, plan, selective, spread, _expert_rows(c, spread, tokens, capacity))
+    norms = [n for n, row in plan.tensors.items() if row.op == "norm" and not (selective and ".attn." in n)]
+    cores = [n for n, row in plan.tensors.items() if row.op == "attn.core"]
+    return {
+        "gemm": gemm,
+        "norm": sum(_norm_width(c, plan, name) for name in norms) * stream,
+        "attention": sum(_kept_by_core(c, plan, name, selective) for name in cores),
+        "swiglu": swiglu,
+        "head": (head.in_features if is_chunked(head.recipe) else head.out_features) * head.rows_per_token * stream,
+    }
+
+
+class _ExpertRows(NamedTuple):
+    """Rows of the experts, per token: those that arrive at a process, and those that its experts compute, in tiles."""
+
+    arrive: float
+    computed: float
+
+
+def _expert_rows(c: ModelConfig, spread: int, tokens: int | None, capacity: float | None) -> _ExpertRows:
+    arrive, choices = arriving(c, spread), float(c.num_experts_per_token)
     if capacity is not None and spread > 1:
         many = tokens or 2**20
         slots, room_for = room(capacity, many, c.num_experts_per_token, spread, c.num_experts // spread)
         arrive, choices = spread * slots / many, room_for / many
+    return _ExpertRows(arrive, choices + (rows_in_tiles(0, c.num_experts // spread) / tokens if tokens else 0.0))
+
+
+def _kept_by_gemms(
+    c: ModelConfig, plan: Plan, selective: bool, spread: int, experts: _ExpertRows
+) -> tuple[float, float]:
+    """Return the bytes of the GEMMs' inputs, each saved once, and of the activations' inputs."""
+    inputs, activations, gemms = 0.0, 0.0, plan.gemms
+    first, _ = first_gemm(c.activation, 0)
+    same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": (f"moe.shared.{first}",)}
     for name, row in gemms.items():
-        if row is head and chunked:
+        if row.op == "lm_head" and is_chunked(row.recipe):
             continue
         ffn, _, kind = name.rpartition(".")
         fused = kind in ("gate_up", "down") and c.activation is Activation.swiglu
@@ -119,36 +144,46 @@ def kept_bytes_per_token(
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
         if f"{name}_norm" in plan.tensors:  # the router's, with its own input
             others = []
-        in_tiles = rows = choices + tiles if fused and row.op == "moe.experts" else row.rows_per_token
+        in_tiles = rows = experts.computed if fused and row.op == "moe.experts" else row.rows_per_token
         if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
             layer = ffn.removesuffix("experts")
-            rows = arrive
+            rows = experts.arrive
             if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
                 shares = [f"{layer}router", f"{layer}shared.{first}"]
                 others = [gemms[other] for other in shares if f"{other}_norm" not in plan.tensors]
         again = selective and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # saved once
-            kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
+            inputs += row.in_features * rows * row.recipe.saved.bytes
         if kind == first:
             narrow = c.activation is Activation.swiglu and row.recipe.swiglu.is_fp8
             width = 1 + 4 / 128 if narrow else row.recipe.output.bytes  # a scale for each 128
-            kept["swiglu"] += row.out_features * in_tiles * width
-    for name, row in plan.tensors.items():
-        if row.op == "norm" and not (selective and ".attn." in name):
-            heads = c.num_heads * c.qk_head_dim
-            width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
-            width |= {"q_head_norm": heads, "k_head_norm": heads}
-            if name.endswith("router_norm"):  # the shared experts' input, where that is saved unquantised
-                shared = gemms[f"{name.removesuffix('router_norm')}shared.{first}"].recipe.saved
-                width["router_norm"] = c.hidden_size if shared.is_fp8 else 0
-            kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
-        if row.op == "attn.core":
-            kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
-            result = plan.cores[name].recipe.output.bytes * c.v_head_dim
-            operands = 2 * c.qk_head_dim + (c.v_head_dim if row.format.is_fp8 else kv_b)
-            kept["attention"] += c.num_heads * (result + (0 if selective else operands * row.format.bytes))
-    kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
-    return kept
+            activations += row.out_features * in_tiles * width
+    return inputs, activations
+
+
+def _norm_width(c: ModelConfig, plan: Plan, name: str) -> int:
+    """Return the elements that a norm saves of a token."""
+    match name.rpartition(".")[2]:
+        case "q_norm":
+            return c.q_lora_rank or 0
+        case "kv_norm":
+            return c.kv_lora_rank + c.qk_rope_head_dim
+        case "q_head_norm" | "k_head_norm":
+            return c.num_heads * c.qk_head_dim
+        case "router_norm":  # the shared experts' input, where that is saved unquantised
+            first, _ = first_gemm(c.activation, 0)
+            shared = plan.gemms[f"{name.removesuffix('router_norm')}shared.{first}"].recipe.saved
+            return c.hidden_size if shared.is_fp8 else 0
+        case _:
+            return c.hidden_size
+
+
+def _kept_by_core(c: ModelConfig, plan: Plan, name: str, selective: bool) -> float:
+    """Return the bytes of q, k, v (v is a view of kv_b's output, unless it is quantised) and of the core's result."""
+    format, result = plan.tensors[name].format, plan.cores[name].recipe.output.bytes * c.v_head_dim
+    v = c.v_head_dim if format.is_fp8 else c.qk_nope_head_dim + c.v_head_dim
+    operands = 0 if selective else (2 * c.qk_head_dim + v) * format.bytes
+    return c.num_heads * (result + operands)
 
 
 def arriving(config: ModelConfig, spread: int) -> float:
