@@ -16,6 +16,8 @@ length and loss weights are those of the step's phase (`trainer.config.timeline`
 """
 
 import signal
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
 from trainer.launch.world import World
 from trainer.parallel.mesh import resolve
+from trainer.recovery.diagnosis import BadStep
 from trainer.recovery.ladder import SkippedStep
 from trainer.sinks import Summary
 from trainer.step.evaluation import mean_loss
@@ -71,7 +74,9 @@ class Trainer:
                     run.profiler.begin(self.step)
                     with run.stragglers.waits_for_data():
                         tokens = run.loader.next(*run.engine.data_share)
-                    self._step_on(tokens)
+                    first = run.world.rank_group.phase("in its first step, which compiles")
+                    with first if self._latest is None else nullcontext():
+                        self._step(tokens)
                     stop.agree()
                     self._throughput.step(timeline.at(self.step).tokens)
                     run.sinks.progress(self.step)
@@ -123,13 +128,6 @@ class Trainer:
         self._throughput.flops_per_token = flops_per_token(self.config.model, shape.length) / run.world.size
         self._now = now
 
-    def _step_on(self, tokens: Tensor) -> None:
-        if self._latest is not None:
-            self._step(tokens)
-        else:
-            with self.run.world.rank_group.phase("in its first step, which compiles"):
-                self._step(tokens)
-
     def _step(self, tokens: Tensor) -> None:
         engine = self.run.engine
         if engine.injector is not None:
@@ -162,8 +160,8 @@ class Trainer:
         """
         r, e = self.run, self.run.engine
         shape = self._timeline.at(max(self.step, 1))
-        size, length, batches = shape.microbatch, shape.length, self.config.eval.batches
-        most = self.config.eval.at_end if at_end else batches and batches * size
+        size, length, some = shape.microbatch, shape.length, self.config.eval.batches
+        most = self.config.eval.at_end if at_end else some and some * size
         windows = r.data.validation.num_windows(length)
         count = windows if most is None else min(windows, most)
 
@@ -197,21 +195,22 @@ class Trainer:
             if not is_bad:
                 self.run.ladder.note(None)
                 continue
-            bad, spike = next(reports), self.run.engine.guard.spike(verdict)
-            if (overflow := self.run.engine.guard.overflow(verdict, bad.place)) is not None:
-                self.run.sinks.event("loss_scale", verdict.step, overflow.line, **bad.what | overflow.what)
-                continue  # a lower scale is the remedy: nothing for the ladder
-            if (slots := self.run.engine.model.slots) is not None:
-                crowded = self.run.engine.guard.crowded(verdict, slots.capacity)
-                if crowded is not None:
-                    self.run.sinks.event("dispatch", verdict.step, crowded.line, **crowded.what)
-                    continue  # more room is the remedy
-            self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
-            if spike is None:
-                self.run.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
-            else:
-                line = "; ".join([spike.line, *bad.details])
-                self.run.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
+            bad = next(reports)
+            kind, line, what = self._reason(verdict, bad)
+            if kind in ("nonfinite", "spike"):  # the others have a remedy of their own
+                self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
+            self.run.sinks.event(kind, verdict.step, line, **what)
+
+    def _reason(self, verdict: Verdict, bad: BadStep) -> tuple[str, str, dict[str, Any]]:
+        """Return kind, line and fields of the event that reports a skipped step."""
+        guard, slots = self.run.engine.guard, self.run.engine.model.slots
+        if (overflow := guard.overflow(verdict, bad.place)) is not None:
+            return "loss_scale", overflow.line, bad.what | overflow.what
+        if slots is not None and (crowded := guard.crowded(verdict, slots.capacity)) is not None:
+            return "dispatch", crowded.line, crowded.what
+        if (spike := guard.spike(verdict)) is not None:
+            return "spike", "; ".join([spike.line, *bad.details]), bad.what | spike.what
+        return "nonfinite", bad.line(verdict.step), bad.what
 
     def _make_room(self, verdicts: list[Verdict]) -> None:
         """Adapt the room for tokens on their way to experts to the steps since the last review, alike on all ranks."""
