@@ -26,8 +26,8 @@ from trainer.config.data import DataConfig, Source, SourceConfig
 
 NOT_UTF8 = "not UTF-8 text"
 TO_UTF8 = "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
-PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
-LONGEST_LINE = 1 << 22  # characters or bytes; a longer line is cut, or a file without lines would fill the memory
+PIECE_BYTES = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
+LONGEST_LINE = 1 << 22  # bytes; a longer line is cut, or a file without lines would fill the memory
 
 
 @dataclass(frozen=True)
@@ -203,14 +203,6 @@ def lines_before(path: Path, byte: int) -> int:
     return lines
 
 
-def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file without its byte order mark, line ends untouched, in pieces of whole lines (to
-    LONGEST_LINE). Most are one piece."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        while piece := file.read(PIECE_CHARACTERS):
-            yield piece + file.readline(LONGEST_LINE)
-
-
 def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
     """Return the byte at which the held-out last part of a file begins: after the first line end that follows the
     training share of the text; without one, at a character. `num_bytes` if there is no such part."""
@@ -225,15 +217,17 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
         return begin + next((i for i, byte in enumerate(ahead) if byte & 0xC0 != 0x80), len(ahead))
 
 
-def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
-    """Yield the text of the bytes [begin, end) of a file, like `read_pieces`. The ends come from `divide`."""
+def read_pieces(path: Path, begin: int, end: int) -> Iterator[str]:
+    """Yield the text of the bytes [begin, end) of a file without its byte order mark, line ends untouched, in pieces of
+    whole lines (to LONGEST_LINE). Most files are one piece."""
     decoder = codecs.getincrementaldecoder("utf-8-sig" if begin == 0 else "utf-8")()
     with path.open("rb") as file:
         file.seek(begin)
-        while begin < end and (piece := file.read(min(PIECE_CHARACTERS, end - begin))):
+        while begin < end and (piece := file.read(min(PIECE_BYTES, end - begin))):
             piece += file.readline(min(LONGEST_LINE, end - begin - len(piece)))
             begin += len(piece)
-            yield decoder.decode(piece, final=begin == end)
+            if text := decoder.decode(piece, final=begin == end):
+                yield text
 
 
 def _root(data: DataConfig | SourceConfig) -> Path:

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from precision.errors import UserError, counted
 from trainer.config.data import Source, SourceConfig
 from trainer.data.compressed import BLOCK_BYTES, unpack, unpack_error
-from trainer.data.corpus import NOT_UTF8, TO_UTF8, lines_before, read_part, read_pieces, unreadable_reason
+from trainer.data.corpus import NOT_UTF8, TO_UTF8, lines_before, read_pieces, unreadable_reason
 
 LONGEST_BYTES = 1 << 28
 """Limit of a line of JSON and of a compressed text file: each is in memory as a whole."""
@@ -348,39 +348,30 @@ def as_bytes(column) -> list[bytes | str | None]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that is a document. part: the bytes [begin, end) that belong to it; None: all."""
+    """A file that is a document, or the bytes [begin, end) of one."""
 
     path: Path
     label: str
-    num_bytes: int
+    begin: int
+    end: int
     held_out: bool
     packed: bool = False
     """gz or zst: read as a whole."""
-    part: tuple[int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         if self.packed:
-            blocks, size = [], 0
-            try:
-                for block in unpack(self.path):
-                    blocks.append(block)
-                    size += len(block)
-                    if size > LONGEST_BYTES:
-                        log.lost(self.label, f"{TOO_LONG} unpacked: unpack the file")
-                        return
-            except OSError as error:
-                log.lost(self.label, unpack_error(error))
-                return
-            data = b"".join(blocks).removeprefix(BOM_UTF8)
-            for piece in document(data, self.label, "all of it", fraction, log):
-                yield piece._replace(held_out=self.held_out)
+            yield from self._unpacked(log)
             return
         if wrong := unreadable_reason(self.path):
             log.lost(self.label, *wrong)
             return
         waiting: str | None = None
         try:
-            for text in read_pieces(self.path) if self.part is None else read_part(self.path, *self.part):
+            for text in read_pieces(self.path, self.begin, self.end):
                 if waiting is not None:
                     yield Piece(waiting, len(waiting.encode()), False, self.held_out)
                 waiting = text
@@ -391,3 +382,17 @@ class TextFile:
             log.add(self.label, EMPTY, "all of it")
         else:
             yield Piece(waiting, len(waiting.encode()), True, self.held_out)
+
+    def _unpacked(self, log: SkipLog) -> Iterator[Piece]:
+        data = bytearray()
+        try:
+            for block in unpack(self.path):
+                data += block
+                if len(data) > LONGEST_BYTES:
+                    log.lost(self.label, f"{TOO_LONG} unpacked: unpack the file")
+                    return
+        except OSError as error:
+            log.lost(self.label, unpack_error(error))
+            return
+        for piece in document(bytes(data.removeprefix(BOM_UTF8)), self.label, "all of it", 0.0, log):
+            yield piece._replace(held_out=self.held_out)

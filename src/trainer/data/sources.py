@@ -230,11 +230,10 @@ class Files:
         path, label = self._corpus.root / document.path, self._label(document.path)
         kind, packed = self._kinds[document.path]
         if self._divided is not None:
-            begin, end = self._divided, document.num_bytes
-            yield TextFile(path, label, begin, False, part=(0, begin))
-            yield TextFile(path, label, end - begin, True, part=(begin, end))
+            yield TextFile(path, label, 0, self._divided, held_out=False)
+            yield TextFile(path, label, self._divided, document.num_bytes, held_out=True)
         elif kind is Format.text:
-            yield TextFile(path, label, document.num_bytes, document.path in self._held_out, packed)
+            yield TextFile(path, label, 0, document.num_bytes, document.path in self._held_out, packed)
         elif kind is Format.parquet:
             yield from row_groups(path, label, self.part, log)
         elif kind in (Format.csv, Format.tsv):

@@ -199,7 +199,7 @@ def test_one_file_can_be_the_source(prepare_for: Prepare, tmp_path: Path) -> Non
 def test_of_one_text_the_last_part_is_held_out(
     prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, path: str
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("trainer.data.corpus.PIECE_BYTES", 100)
     monkeypatch.setattr("trainer.data.corpus.LONGEST_LINE", 101)  # within a character
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "input.txt").write_text(text)

@@ -157,7 +157,7 @@ def test_a_name_on_the_hub_is_read_from_its_cache_or_refused_in_a_line(
 
 def test_a_line_without_end_is_read_and_trained_on_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training took time with the square of the longest word (see below), and read a text file to its end."""
-    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARACTERS", 1 << 16)
+    monkeypatch.setattr("trainer.data.corpus.PIECE_BYTES", 1 << 16)
     monkeypatch.setattr("trainer.data.corpus.LONGEST_LINE", 1 << 16)
     size = 5_000_000
     (tmp_path / "line.txt").write_bytes(np.random.default_rng(0).integers(97, 123, size, dtype=np.uint8).tobytes())
