@@ -1,7 +1,8 @@
-"""Compressed files, read a block at a time."""
+"""Files read in order, compressed or not: a block at a time, or whole lines."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 
 BLOCK_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 14  # of a block
+LONGEST_BYTES = 1 << 28
+"""Limit of a line, and of a compressed text file: each is in memory as a whole."""
+TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
 def is_packed(path: Path) -> bool:
@@ -36,6 +40,27 @@ def unpack(path: Path) -> Iterator[bytes]:
         raise OSError("cut off" if isinstance(error, EOFError) else str(error)) from error
     if held:
         yield bytes(held)
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the contents of a file about a block at a time, each to a line's end. Raises OSError if they cannot be read
+    further, or have a line above LONGEST_BYTES, after the lines before."""
+    rest = bytearray()  # of a line that continues in the next block
+    for data in unpack(path) if is_packed(path) else _blocks(path):
+        if cut := data.rfind(b"\n") + 1:
+            yield bytes(rest + data[:cut])
+            rest.clear()
+        rest += data[cut:]
+        if len(rest) > LONGEST_BYTES:
+            raise OSError(errno.EFBIG, f"a line is {TOO_LONG}")
+    if rest:
+        yield bytes(rest)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
 
 
 @contextmanager

@@ -5,13 +5,13 @@ out the blocks reads a file in order, a line at a time. The log names a row by i
 """
 
 import csv
-import errno
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config.data import SourceConfig
-from trainer.data.compressed import is_packed, unpack, unpack_error
-from trainer.data.records import BLOCK_BYTES, LONGEST_BYTES, TOO_LONG, Rows, SkipLog, check_column
+from trainer.data.compressed import LONGEST_BYTES, TOO_LONG, unpack_error, whole_lines
+from trainer.data.records import BLOCK_BYTES, Rows, SkipLog, check_column
 
 OPEN = "a quote that is not closed: the rest cannot be read"
 RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
@@ -68,30 +68,7 @@ def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tupl
 
 
 def _text_lines(path: Path) -> Iterator[str]:
-    """Yield lines with their ends, without a byte-order mark. Raises OSError for a line above LONGEST_BYTES."""
-    rest: list[bytes] = []  # of a line that continues in the next block
-    size, first = 0, True
-    for data in unpack(path) if is_packed(path) else _blocks(path):
-        *whole, tail = data.split(b"\n")
-        if whole:
-            whole[0], rest, size = b"".join([*rest, whole[0]]), [], 0
-        for line in whole:
-            yield _decoded(line + b"\n", first)
-            first = False
-        rest.append(tail)
-        size += len(tail)
-        if size > LONGEST_BYTES:
-            raise OSError(errno.EFBIG, f"a line is {TOO_LONG}")
-    if size:
-        yield _decoded(b"".join(rest), first)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block
-
-
-def _decoded(line: bytes, first: bool) -> str:
-    text = line.decode("utf-8", "surrogateescape")
-    return text.removeprefix("\ufeff") if first else text
+    """Yield lines with their ends, without a byte-order mark. Raises OSError as `whole_lines` does."""
+    for number, data in enumerate(whole_lines(path)):
+        text = data.decode("utf-8", "surrogateescape")
+        yield from io.StringIO(text if number else text.removeprefix("\ufeff"), newline="\n")

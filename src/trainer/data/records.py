@@ -21,18 +21,15 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError, counted
 from trainer.config.data import Source, SourceConfig
-from trainer.data.compressed import BLOCK_BYTES, unpack, unpack_error
+from trainer.data.compressed import BLOCK_BYTES, LONGEST_BYTES, TOO_LONG, unpack, unpack_error
 from trainer.data.corpus import NOT_UTF8, TO_UTF8, lines_before, read_pieces, unreadable_reason
 
-LONGEST_BYTES = 1 << 28
-"""Limit of a line of JSON and of a compressed text file: each is in memory as a whole."""
 COUNTED_BYTES = 1 << 30
 """Lines of a file are counted for a message only up to this byte."""
 EMPTY = "empty"
 COLUMN = ".text_column"
 NO_TEXT = "is not text"
 ONE_VALUE = "one JSON value for the whole file instead of one object a line (jq -c '.[]' converts an array)"
-TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
 class Piece(NamedTuple):
@@ -162,12 +159,7 @@ class Lines:
 
     @property
     def num_bytes(self) -> int:
-        return BLOCK_BYTES if self._is_long else self.end - self.begin
-
-    @property
-    def _is_long(self) -> bool:
-        """Whether its last line is too long, the only one that can be: see `line_ranges`."""
-        return self.end - self.begin > LONGEST_BYTES + BLOCK_BYTES
+        return self.end - self.begin
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         try:
@@ -177,9 +169,6 @@ class Lines:
         except OSError as error:
             log.lost(self.label, f"cannot be read: {error.strerror}")
             return
-        if self._is_long:
-            data = data[: data.rfind(b"\n") + 1]
-            log.add(self.label, TOO_LONG, Line(data.count(b"\n") + 1, self.begin + len(data), self._lines_before))
         yield from parse_lines(data, self.label, self.begin, self.part, fraction, log, self._lines_before)
 
     def _lines_before(self) -> int | None:

@@ -16,6 +16,7 @@ and short ones alike, and supports only its own sources.)
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +25,12 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
-from trainer.data.compressed import is_packed, unpack, unpack_error
+from trainer.data.compressed import LONGEST_BYTES, TOO_LONG, is_packed, unpack_error, whole_lines
 from trainer.data.corpus import Document, divide, scan, split
 from trainer.data.csv_files import rows_of
 from trainer.data.records import (
     BLOCK_BYTES,
     EMPTY,
-    LONGEST_BYTES,
-    TOO_LONG,
     Block,
     Lines,
     LinesRead,
@@ -245,48 +244,28 @@ class Files:
 
 
 def line_ranges(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
-    """Yield ranges of a file of lines."""
+    """Yield ranges of a file of lines, up to a line that is too long."""
+    begin = 0
     try:
         with path.open("rb") as file:
-            size, begin = path.stat().st_size, 0
+            size = path.stat().st_size
             while begin < size:
-                end = begin + BLOCK_BYTES
-                if end < size:
-                    file.seek(end - 1)
-                    end -= 1
-                    while piece := file.readline(BLOCK_BYTES):
-                        end += len(piece)
-                        if piece.endswith(b"\n"):
-                            break
-                yield Lines(path, label, begin, min(end, size), part)
-                begin = end
+                file.seek(min(begin + BLOCK_BYTES, size) - 1)
+                if not file.readline(LONGEST_BYTES).endswith(b"\n") and file.tell() < size:
+                    raise OSError(errno.EFBIG, f"a line is {TOO_LONG}")
+                yield Lines(path, label, begin, file.tell(), part)
+                begin = file.tell()
     except OSError as error:
-        log.lost(label, f"cannot be read: {error.strerror}")
+        log.lost(label, f"cannot be read: {error.strerror}, after byte {begin}")
 
 
 def lines_of_packed(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
     """Yield the lines of a compressed file. Of a damaged one, those before the damage."""
-    rest: list[bytes] = []  # of a line that continues in the next block
-    size = begin = lines = 0
-    skipping = False  # within a line that is too long
+    begin = lines = 0
     try:
-        for data in unpack(path):
-            if skipping:
-                end = data.find(b"\n") + 1
-                lines += bool(end)
-                begin, data, skipping = begin + (end or len(data)), data[end:] if end else b"", not end
-            cut = data.rfind(b"\n") + 1
-            if cut:
-                whole = b"".join([*rest, data[:cut]])
-                yield LinesRead(whole, label, begin, part, lines)
-                begin, rest, size, lines = begin + size + cut, [], 0, lines + whole.count(b"\n")
-            rest.append(data[cut:])
-            size += len(data) - cut
-            if size > LONGEST_BYTES:
-                log.add(label, TOO_LONG, f"line {lines + 1}")
-                begin, rest, size, skipping = begin + size, [], 0, True
-        if size:
-            yield LinesRead(b"".join(rest), label, begin, part, lines)
+        for data in whole_lines(path):
+            yield LinesRead(data, label, begin, part, lines)
+            begin, lines = begin + len(data), lines + data.count(b"\n")
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
 

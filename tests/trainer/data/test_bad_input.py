@@ -12,11 +12,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from trainer.config.data import Format, MixEntry, Stop, source_configs
+from trainer.config.data import Format, MixEntry, Stop
 from trainer.data import DataConfig, Prepared, Source, prepare
 from trainer.data.compressed import unpack
-from trainer.data.records import SkipLog
-from trainer.data.sources import open_source
 
 GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
 LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
@@ -184,37 +182,22 @@ def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.txt.gz"])
-def test_lines_too_long_for_memory_are_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of gigabytes would be in memory as a whole, and was put together again with each block."""
-    monkeypatch.setattr("trainer.data.compressed.BLOCK_BYTES", 1000)
-    for module in ("records", "sources"):
+def test_a_file_is_read_up_to_a_line_too_long_for_memory(
+    files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of gigabytes would be in memory as a whole."""
+    for module in ("compressed", "records", "sources"):
         monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000)
         monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
     content = b"\n".join([*GOOD, json.dumps({"text": "long " * 2000}).encode(), *GOOD])
     (folder(files) / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))
-    with pytest.raises(ValueError, match=rf"data\.skip_damaged=false: {name}.*: longer than "):
+    with pytest.raises(ValueError, match=rf"data\.skip_damaged=false: {name}.*: .*longer than "):
         prepare(files, 512)
     result = prepare(replace(files, skip_damaged=True), 512)
-    (skipped,) = result.skipped
-    assert skipped.why.startswith("longer than ")
-    if name == "x.txt.gz":
-        assert count(result) == len(GOOD) and result.left_out == (skipped,)
-    else:
-        assert count(result) == 3 * len(GOOD) and skipped.first == f"line {len(GOOD) + 1}"
-
-
-def test_a_line_too_long_is_no_part_of_the_tokenizers_sample(
-    files: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("records", "sources"):
-        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000)
-        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
-    long = json.dumps({"text": "long " * 2000}).encode()
-    (folder(files) / "x.jsonl").write_bytes(b"\n".join([long, *GOOD]))
-    reader, log = open_source(source_configs(files)[0], 0.2), SkipLog(strict=False)
-    texts = [piece.text for block in reader.sample(3000, log) for piece in block.pieces(0.2, log)]
-    assert texts and texts == [json.loads(line)["text"] for line in GOOD[: len(texts)]]
+    (lost,) = result.left_out
+    assert result.skipped == (lost,) and "longer than 256 MiB" in lost.why
+    assert (count(result) == len(GOOD)) is (name == "x.txt.gz") and count(result) <= 2 * len(GOOD)
 
 
 def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:

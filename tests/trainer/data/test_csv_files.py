@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, source_configs
 from trainer.data import DataConfig, Prepared, prepare
-from trainer.data import csv_files as module
 from trainer.data.csv_files import FIELDS, OPEN, RETURN, rows_of
 from trainer.data.records import Rows, SkipLog
 from trainer.data.sources import open_source
@@ -42,7 +41,8 @@ def texts(blocks: Iterator[Rows], log: SkipLog) -> list[str]:
 def test_text_is_read_as_written_however_the_file_is_cut(
     rows: list[str], delimiter: str, ends: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    for module in ("csv_files", "compressed"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", block)
     path, log = tmp_path / "x.csv", SkipLog(strict=True)
     path.write_bytes(
         b"\xef\xbb\xbf" + written([["id", "text"], *([str(i), row] for i, row in enumerate(rows))], delimiter, ends)
@@ -76,7 +76,8 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path) -> None:
 def test_damage_is_behind_the_last_row_that_was_read(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    for module in ("csv_files", "compressed"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", block)
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"id,text\n1,a\n2,b\n3,c\n", 0)[:-10])
     log = SkipLog(strict=False)
     assert texts(rows_of(tmp_path / "x.csv.gz", "x", PART, ",", log), log) == ["a", "b"]
@@ -94,7 +95,7 @@ def test_only_a_damaged_archive_cannot_be_unpacked(tmp_path: Path, monkeypatch: 
         (tmp_path / name).write_bytes(b"id,text\n" + 200 * b"1,a")
     assert reason("gone.csv.gz").startswith("cannot be unpacked: Not a gzipped file")
     assert reason("gone.csv.zst").startswith("cannot be unpacked: ZSTD")
-    monkeypatch.setattr(module, "LONGEST_BYTES", 500)
+    monkeypatch.setattr("trainer.data.compressed.LONGEST_BYTES", 500)
     assert reason("gone.csv").startswith("cannot be read: a line is longer than")
 
 
