@@ -69,15 +69,6 @@ class PackedShard:
     """Name of a file or sidecar -> its stamp when it was written."""
 
 
-@dataclass(frozen=True)
-class PackFailure:
-    """The reason why a shard was not packed."""
-
-    message: str
-    errno: int | None = None
-    """Of a system error; None if the data is at fault."""
-
-
 class Packer:
     """Packs shards one after the other."""
 

@@ -20,9 +20,8 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,9 +37,9 @@ from trainer.data.packing import PackedShard, Packing, PackJob, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
 from trainer.data.records import EMPTY, SkipLog
 from trainer.data.shard_writer import write_json
-from trainer.data.sources import Reader, mixed, open_source
+from trainer.data.sources import MixedBlock, Reader, mixed, open_source
 from trainer.data.tokenizer import check_end_of_text, file_hash, load_tokenizer, num_entries, tokenizer_file
-from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
+from trainer.data.tokenizer_sample import MEGABYTE, Progress, silent, train_on_sample
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
 from trainer.files import FULL, replace_file, sync_folder
@@ -269,44 +268,37 @@ def _pack(
     packing: Packing, readers: Sequence[Reader], data: DataConfig, report: Progress
 ) -> tuple[list[PackedShard], SkipLog]:
     """Pack all shards. Return them, those of an earlier process included, and what was left out."""
-    log = SkipLog(strict=not data.skip_damaged)
-    what, taken, next_report, count = "packing the text", 0, 0.0, 0
+    log, done, taken = SkipLog(strict=not data.skip_damaged), list[PackedShard](), 0
     weighed = readers[0].part.weight is not None
 
-    def total() -> int:
-        sizes = [reader.num_bytes for reader in readers]
-        return 0 if weighed or not all(sizes) else max(sum(sizes), taken)
-
     def read(num_bytes: int) -> None:
-        nonlocal taken, next_report
+        nonlocal taken
         taken += num_bytes
-        if time.monotonic() >= next_report:
-            report(what, taken, total())
-            next_report = time.monotonic() + REPORT_SECONDS
-
-    def shards() -> Iterator[PackJob]:
-        nonlocal count
-        work = PackJob(0, [])
-        size = 0
-        for each in mixed(readers, data.stop, log):
-            work.blocks.append(each)
-            size += each.block.num_bytes
-            if size >= data.shard_mb * MEGABYTE:
-                yield work
-                work, size = PackJob(work.number + 1, []), 0
-        if work.blocks:
-            yield work
-        count = work.number + bool(work.blocks)
+        sizes = [reader.num_bytes for reader in readers]
+        report("packing the text", taken, 0 if weighed or not all(sizes) else max(sum(sizes), taken))
 
     def missing() -> Iterator[PackJob]:
-        for work in shards():
-            if read_done(packing.folder, work.number) is None:
-                yield work
+        for job in _jobs(mixed(readers, data.stop, log), data.shard_mb * MEGABYTE):
+            if (found := read_done(packing.folder, job.number)) is None:
+                yield job
             else:
-                read(work.num_bytes)
+                done.append(found)
+                read(job.num_bytes)
 
-    pack_all(packing, missing(), data.workers or host_cpus(), read)
-    report(what, taken, taken)
-    done = [read_done(packing.folder, number) for number in range(count)]
-    assert all(each is not None for each in done)
-    return [each for each in done if each is not None], log
+    read(0)
+    packed = pack_all(packing, missing(), data.workers or host_cpus(), read)
+    report("packing the text", taken, taken)
+    return sorted([*done, *packed], key=lambda shard: shard.number), log
+
+
+def _jobs(blocks: Iterable[MixedBlock], most: int) -> Iterator[PackJob]:
+    """Yield shards of `most` bytes of text or some more."""
+    job, size = PackJob(0, []), 0
+    for each in blocks:
+        job.blocks.append(each)
+        size += each.block.num_bytes
+        if size >= most:
+            yield job
+            job, size = PackJob(job.number + 1, []), 0
+    if job.blocks:
+        yield job

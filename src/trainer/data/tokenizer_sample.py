@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tokenizers import Tokenizer
@@ -14,7 +13,6 @@ from trainer.data.records import COLUMN, NO_TEXT, ONE_VALUE, SkipLog
 from trainer.data.sources import Reader, open_source
 from trainer.data.tokenizer import train_tokenizer
 
-REPORT_SECONDS = 0.2
 MEGABYTE = 1_000_000
 
 Progress = Callable[[str, int, int], None]
@@ -44,7 +42,6 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
     """Yield about `num_bytes` of training text, each source by its weight. Raises UserError if there is none."""
     what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
     weights = [reader.part.weight or 1.0 for reader in readers]
-    next_report = 0.0
     for reader, weight in zip(readers, weights, strict=True):
         left = share = max(int(num_bytes * weight / sum(weights)), 1)
         for block in reader.sample(share, log):
@@ -54,9 +51,7 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
                     yield piece.text
                 if left <= 0 and not piece.ends_document:
                     break  # within a long file
-            if time.monotonic() >= next_report:
-                report(what, min(taken, num_bytes), 0)
-                next_report = time.monotonic() + REPORT_SECONDS
+            report(what, min(taken, num_bytes), 0)
     if not taken:
         where = " and ".join(str(reader.part.path) for reader in readers)
         found = log.found.values()

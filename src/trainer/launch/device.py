@@ -1,4 +1,9 @@
-"""The device of a training process, and checks of it before anything large is allocated."""
+"""The device of a training process, and checks of it before anything large is allocated.
+
+Processes that prepare data import this module: it imports torch, which takes a second, where it is needed.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import gc
@@ -7,11 +12,13 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from precision.errors import UserError
 from trainer.config import Device
+
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = 1 << 30  # bytes
@@ -56,6 +63,8 @@ def host_cpus() -> int:
 
 def pick_device(choice: Device) -> torch.device:
     """Return the device to train on. Raises UserError if a GPU is required and there is none."""
+    import torch
+
     available = torch.cuda.is_available()
     if choice is Device.cuda and not available:
         raise UserError(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from precision.errors import RunError, UserError
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
 from trainer.data.bins import Shard
-from trainer.data.packing import PackedShard, Packer, Packing, PackJob
 from trainer.data.shard_writer import ShardWriter
 
 MakeData = Callable[..., DataConfig]
@@ -27,10 +28,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from trainer.data import DataConfig, Source, prepare
-from trainer.data import prepare as _
-import trainer.data.prepare
 module = sys.modules["trainer.data.prepare"]
-module.MEGABYTE, module.REPORT_SECONDS = 10_000, 0
+module.MEGABYTE = 10_000
 data = DataConfig(source=Source.files, path=sys.argv[1], glob="*.jsonl", tokenizer=sys.argv[2], cache_dir=sys.argv[3],
                   validation_fraction=0.2, shard_mb=1, workers=2)
 
@@ -61,7 +60,7 @@ def make_data(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return make
 
 
-def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, tmp_path: Path) -> None:
+def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, programs: Any) -> None:
     alone = prepare(make_data("one", workers=1), 512)
     assert len(alone.train.shards) == 12 and alone.train.sidecar.num_documents > 900
     assert sum(each.count for each in alone.skipped) == 12
@@ -74,9 +73,7 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert set(whole) == expected
 
     data = make_data("killed", workers=2)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-c", KILLED, str(data.path), str(data.tokenizer), data.cache_dir]
-    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    process = programs.run("-c", KILLED, data.path, data.tokenizer, data.cache_dir)
     assert process.returncode == -signal.SIGKILL
     (partial,) = Path(data.cache_dir).glob("*.partial")
     finished = {path.name.replace("done", "train").replace("json", "bin") for path in partial.glob("done-*.json")}
@@ -89,42 +86,27 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 
-def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
-    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "REPORT_SECONDS", 0)
+def test_a_killed_worker_is_reported_and_finished_shards_are_kept(make_data: MakeData) -> None:
     data = make_data("cache", workers=2)
 
     def kill(what: str, done: int, total: int) -> None:
         if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*.json")):
-            children = [pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
-            workers = [pid for pid in children if b"trainer.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            for pid in workers[:1]:
-                os.kill(int(pid), signal.SIGKILL)
+            for worker in multiprocessing.active_children()[:1]:
+                worker.kill()
 
     with pytest.raises(
-        RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*; start again"
+        RuntimeError, match=r"data\.workers: a process that prepares a shard was killed .*; start again"
     ):
         prepare(data, 512, kill)
     assert any(Path(data.cache_dir).glob("*.partial/done-*.json"))
     assert prepare(data, 512).train.sidecar == prepare(make_data("one", workers=1), 512).train.sidecar
 
 
-def test_a_process_starts_for_a_shard_not_for_each_core(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    class Inside:  # of this process
-        def __init__(self, packing: Packing) -> None:
-            started.append(packing)
-
-        def pack(self, shard: PackJob, on_read: Callable[[int], None]) -> PackedShard:
-            return Packer(started[0], on_read).pack(shard)
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr("trainer.data.workers._Worker", Inside)
-    shards = prepare(make_data("one", workers=100, shard_mb=3), 512).train.shards
-    assert 1 < len(started) <= len(shards) < 12
+def test_a_worker_does_not_import_torch() -> None:
+    """It takes a second and 200 MB in each."""
+    code = "import sys, trainer.data.workers; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_a_process_that_cannot_be_started_is_no_fault_of_the_cache(
@@ -133,7 +115,7 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_cache(
     def refused(*command: object, **how: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr("subprocess.Popen", refused)
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", refused)
     with pytest.raises(RunError, match=r"^data\.workers: a process cannot be started \(Resource .*: set"):
         prepare(make_data("one", workers=2), 512)
     monkeypatch.setattr("trainer.data.packing.Packer.pack", refused)  # any other error of the system

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,12 +34,9 @@ print(prepare(data, 512, progress).built)
 """
 
 
-def prepare_elsewhere(folder: Path, cache: Path, killed_while: str = "never") -> subprocess.Popen:
-    """prepare() in a process of its own, on one thread, as the fixture `prepared` did; prints whether it built."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PREPARE, str(folder), str(cache), killed_while]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def prepare_elsewhere(programs: Any, folder: Path, cache: Path, killed_while: str = "never") -> Any:
+    """prepare() in a process of its own, on one thread; prints whether it built."""
+    return programs.start("-c", PREPARE, folder, cache, killed_while, environment={"RAYON_NUM_THREADS": "1"})
 
 
 def texts(prepared: Prepared, name: str) -> list[str]:
@@ -104,9 +99,9 @@ def test_each_setting_that_matters_has_its_own_cache(make_config: MakeConfig, ow
 
 
 def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
-    prepared: Prepared, corpus_folder: Path, tmp_path: Path
+    prepared: Prepared, corpus_folder: Path, tmp_path: Path, programs: Any
 ) -> None:
-    processes = [prepare_elsewhere(corpus_folder, tmp_path) for _ in range(2)]
+    processes = [prepare_elsewhere(programs, corpus_folder, tmp_path) for _ in range(2)]
     assert sorted(process.communicate()[0] for process in processes) == ["False\n", "True\n"]
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert snapshot(folder) == snapshot(prepared.folder)
@@ -114,10 +109,10 @@ def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
 
 @pytest.mark.parametrize("stage", ["training the tokenizer", "packing the text"])
 def test_data_whose_preparation_was_killed_is_never_used(
-    prepared: Prepared, corpus_folder: Path, make_config: MakeConfig, stage: str
+    prepared: Prepared, corpus_folder: Path, make_config: MakeConfig, stage: str, programs: Any
 ) -> None:
     data = make_config(corpus_folder)
-    process = prepare_elsewhere(corpus_folder, Path(data.cache_dir), stage)
+    process = prepare_elsewhere(programs, corpus_folder, Path(data.cache_dir), stage)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert [path.suffix for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [".partial"]
@@ -232,16 +227,18 @@ def test_a_given_tokenizer_is_used_as_it_is(prepared: Prepared, make_config: Mak
         prepare(replace(data, end_of_text="</s>"), 1000)
 
 
-def test_the_tokenizer_learns_from_a_sample_of_the_set_size(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_tokenizer_learns_from_a_sample_of_the_set_size(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.tokenizer_sample.MEGABYTE", 10_000)
     folder = tmp_path / "large"
     folder.mkdir()
     for number in range(6):
-        (folder / f"{number}.py").write_text(f"{number}\n" * 200_000)
+        (folder / f"{number}.py").write_text(f"{number}\n" * 2000)
     data = make_config(folder, tokenizer_sample_mb=1, validation_fraction=0.01)
     totals: dict[str, int] = {}
     prepare(data, 257, lambda what, done, total: totals.update({what: total}))
-    assert totals["training the tokenizer"] == 3 * 400_000
-    assert totals["packing the text"] == 6 * 400_000
+    assert totals == {"training the tokenizer": 3 * 4000, "packing the text": 6 * 4000}
 
 
 def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpus: Path) -> None:
@@ -365,7 +362,7 @@ def test_an_altered_list_of_shards_or_sidecar_is_refused_until_it_is_accepted(
     says: str,
 ) -> None:
     monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)  # several shards of a small corpus
-    config = make_config(own_corpus, shard_mb=1)
+    config = make_config(own_corpus, shard_mb=1, workers=1)
     folder = prepare(config, 300).folder
     content = json.loads((folder / name).read_text())
     change(content)
@@ -380,7 +377,7 @@ def test_shards_exchanged_with_their_sidecars_are_refused(
     own_corpus: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)
-    config = make_config(own_corpus, shard_mb=1)
+    config = make_config(own_corpus, shard_mb=1, workers=1)
     folder = prepare(config, 300).folder
     for suffix in (".bin", ".json"):
         first, second, aside = (folder / f"{stem}{suffix}" for stem in ("train-00000", "train-00001", "aside"))
