@@ -61,15 +61,12 @@ class DamagedShard(OSError):
 class Shard:
     """One file of tokens, open for reading, and its `sidecar`."""
 
-    def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
-        """tokens [num_tokens], uint16 or uint32: used instead of the contents of `path`."""
+    def __init__(self, path: Path, sidecar: Sidecar) -> None:
         self.path = path
         self.sidecar = sidecar
-        self._tokens = tokens
-        self._file = -1
-        if tokens is None:
-            self._file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
+        self.descriptor = os.open(path, os.O_RDONLY)
+        """Descriptor of the open file."""
+        weakref.finalize(self, os.close, self.descriptor)
 
     @classmethod
     def open(cls, path: Path, tokenizer_hash: str) -> Shard:
@@ -88,20 +85,10 @@ class Shard:
             raise UserError(f"bins {path}: has {path.stat().st_size} bytes, its sidecar says {expected}: {fix}")
         return cls(path, sidecar)
 
-    @property
-    def is_file(self) -> bool:
-        """Whether its tokens are those in the file."""
-        return self._tokens is None
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor of the open file."""
-        return self._file
-
     def sha256(self) -> str:
         """Hash the open file, read whole. Raises OSError if it cannot be read."""
         digest, position = hashlib.sha256(), 0
-        while block := os.pread(self._file, BLOCK_BYTES, position):
+        while block := os.pread(self.descriptor, BLOCK_BYTES, position):
             digest.update(block)
             position += len(block)
         return digest.hexdigest()
@@ -111,17 +98,15 @@ class Shard:
 
         Raises DamagedShard if they cannot be read, are truncated, or are not in the vocabulary.
         """
-        if self._tokens is not None:
-            return self._tokens[start : start + count]
         dtype = stored(self.sidecar.dtype)
         position, missing, blocks = start * dtype.itemsize, count * dtype.itemsize, []
         while missing:
             try:
-                block = os.pread(self._file, missing, position)
+                block = os.pread(self.descriptor, missing, position)
             except OSError as error:
                 raise self.damaged(f"cannot be read at byte {position} ({error.strerror})") from error
             if not block:
-                raise self.damaged(f"ends at byte {os.fstat(self._file).st_size}")
+                raise self.damaged(f"ends at byte {os.fstat(self.descriptor).st_size}")
             blocks.append(block)
             position, missing = position + len(block), missing - len(block)
         tokens = np.frombuffer(b"".join(blocks), dtype)
@@ -139,11 +124,7 @@ class Shard:
 class Bins:
     """One split, open for reading, and the `sidecar` of the whole split."""
 
-    def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
-        """One shard; tokens as for `Shard`. For several: `open` and `join`."""
-        self._hold([Shard(path, sidecar, tokens)])
-
-    def _hold(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
         first = self.shards[0]
         # the first token of a later shard is the last of the previous one
@@ -175,18 +156,12 @@ class Bins:
         _allow_open_files(len(files))
         with ThreadPoolExecutor(min(8, len(files))) as pool:
             shards = list(pool.map(lambda path: Shard.open(path, tokenizer_hash), files))
-        return cls._of(shards)
+        return cls(shards)
 
     @classmethod
     def join(cls, bins: Sequence[Bins]) -> Bins:
         """Concatenate the shards of several bins. A single one is returned as it is."""
-        return bins[0] if len(bins) == 1 else cls._of([shard for part in bins for shard in part.shards])
-
-    @classmethod
-    def _of(cls, shards: Sequence[Shard]) -> Bins:
-        made = cls.__new__(cls)
-        made._hold(shards)
-        return made
+        return bins[0] if len(bins) == 1 else cls([shard for part in bins for shard in part.shards])
 
     @property
     def tokens(self) -> np.ndarray:

@@ -67,7 +67,7 @@ def check_whole(shards: Iterable[Shard], everything: bool, ranks: Ranks) -> None
     everything: read all of them, even known ones. A collective of `ranks`. Raises UserError, on all of them, naming the
     first damaged file or the rank that differs."""
     shards = list(shards)
-    by_path = {shard.path.absolute(): shard for shard in shards if shard.is_file}
+    by_path = {shard.path.absolute(): shard for shard in shards}
     opened = [by_path[path] for path in sorted(by_path)]
     known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
     unread = [shard for shard in opened if everything or known[shard.path.parent].get(shard.path.name) != _stamp(shard)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Bins, DataConfig, Prepared, Source, prepare
+from trainer.data.bins import Shard
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -48,10 +49,21 @@ def prepared(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def bins(prepared: Prepared) -> Bins:
-    """3,000 tokens, each its own place, so that a token says where it comes from."""
-    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
-    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
+def make_bins(prepared: Prepared) -> Callable[[Path], Bins]:
+    """(folder) -> a file of 3,000 tokens, each its own place, so that a token says where it comes from."""
+
+    def make(folder: Path) -> Bins:
+        np.arange(3000, dtype="<u2").tofile(folder / "train.bin")
+        sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16", vocab_size=3000)
+        return Bins([Shard(folder / "train.bin", sidecar)])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bins(make_bins: Callable[[Path], Bins], tmp_path_factory: pytest.TempPathFactory) -> Bins:
+    """Such a file, not to be changed."""
+    return make_bins(tmp_path_factory.mktemp("bins"))
 
 
 @pytest.fixture

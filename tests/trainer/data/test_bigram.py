@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trainer.config.data import DataConfig, MixEntry, Source
 from trainer.data import Bins, Prepared, bigram_loss, prepare
 from trainer.data.bigram import DISCOUNTS, count, cross_entropy, pair_codes, probabilities
+from trainer.data.bins import Shard
 from trainer.data.prepared import BIGRAM, SUMMARY, accept_prepared, add_bigram, open_prepared
 from trainer.digests import write_signed
 
@@ -79,7 +80,7 @@ def test_the_bigram_model_beats_unigram_and_uniform(prepared: Prepared) -> None:
 @pytest.mark.parametrize("length", [3, 10, 700])
 def test_very_little_text_has_a_loss_too(prepared: Prepared, length: int) -> None:
     sidecar = replace(prepared.train.sidecar, num_tokens=length)
-    bins = Bins(prepared.train.path, sidecar, prepared.train.tokens[:length])
+    bins = Bins([Shard(prepared.train.path, sidecar)])
     assert 0 < bigram_loss(bins, prepared.validation) < 2 * log(512)
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data import Bins, Loader, Prepared, validation_batches
+from trainer.data import Bins, Loader, validation_batches
+from trainer.data.bins import Shard
 from trainer.data.order import permute
 
 
@@ -105,9 +106,9 @@ def test_another_batch_size_continues_the_same_stream(bins: Bins) -> None:
     assert torch.equal(torch.cat([head, second.next()]), stream)
 
 
-def test_a_cursor_of_other_data_is_refused(bins: Bins, prepared: Prepared) -> None:
+def test_a_cursor_of_other_data_is_refused(bins: Bins) -> None:
     state = Loader(bins, 16, 12, seed=0).state_dict()
-    other = Bins(bins.path, replace(bins.sidecar, sha256="0" * 64), bins.tokens)
+    other = Bins([Shard(bins.path, replace(bins.sidecar, sha256="0" * 64))])
     for loader, name in [
         (Loader(bins, 17, 12, seed=0), r"trainer\.sequence_length=17: the run to resume has 16"),
         (Loader(bins, 16, 12, seed=1), r"trainer\.seed=1: the run to resume has 0"),

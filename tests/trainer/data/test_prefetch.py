@@ -4,23 +4,20 @@ import gc
 import os
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from trainer.data import Bins, DamagedShard, Loader, Prepared
+from trainer.data import Bins, DamagedShard, Loader
 from trainer.data.prefetch import Reader
 
 
 @pytest.fixture
-def bins(prepared: Prepared, tmp_path: Path) -> Bins:
-    """A file of 3,000 tokens, each its own place."""
-    path = tmp_path / "train.bin"
-    np.arange(3000, dtype="<u2").tofile(path)
-    return Bins(path, replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16", vocab_size=3000))
+def bins(make_bins: Callable[[Path], Bins], tmp_path: Path) -> Bins:
+    """Of the test's own."""
+    return make_bins(tmp_path)
 
 
 def ahead(bins: Bins, count: int = 2) -> Loader:
