@@ -15,14 +15,14 @@ import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.config.data import DataConfig, Source, SourceConfig
+from trainer.config.data import Source, SourceConfig
 
 NOT_UTF8 = "not UTF-8 text"
 TO_UTF8 = "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
@@ -53,9 +53,6 @@ class Damage:
     """Relative to the corpus folder."""
     why: str
 
-    def __str__(self) -> str:
-        return f"{self.path} ({self.why})"
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -84,14 +81,13 @@ class Corpus:
         return digest.hexdigest()
 
 
-def scan(data: DataConfig | SourceConfig) -> Corpus:
+def scan(part: SourceConfig) -> Corpus:
     """List the corpus. Raises UserError if no file of it has text."""
-    key, path_key = (data.key, data.path_key) if isinstance(data, SourceConfig) else ("data", "data.path")
-    root = _root(data)
+    root = _root(part)
     if root.is_file():
         status = root.stat()
         if not status.st_size:
-            raise UserError(f"{path_key}={data.path}: an empty file: give one with text")
+            raise UserError(f"{part.path_key}={part.path}: an empty file: give one with text")
         return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
     documents, missing, empty = [], [], []
 
@@ -100,29 +96,10 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
         where = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
         missing.append(Damage(where, f"a folder that cannot be listed: {error.strerror}"))
 
-    behind_links: set[str] = set()
-
-    def is_read_here(folder: str) -> bool:
-        """Return whether a folder has not been, and will not be, read at another place."""
-        if not behind_links and not os.path.islink(folder):
-            return True
-        real = os.path.realpath(folder)
-        if real == folder:
-            return True
-        place = Path(real)
-        again = place.is_relative_to(root) and _is_entered(place.relative_to(root).parts, data.exclude)
-        if again or real in behind_links:
-            return False
-        behind_links.add(real)
-        return True
-
-    links = data.source is not Source.stdlib
-    for folder, folders, names in os.walk(root, onerror=unlisted, followlinks=links):
-        entered = sorted(name for name in folders if _is_entered([name], data.exclude))
-        folders[:] = [name for name in entered if is_read_here(os.path.join(folder, name))]
+    for folder, names in walk(root, part.exclude, part.source is not Source.stdlib, unlisted):
         inside = Path(folder).relative_to(root).parts
         for name in names:
-            if not _is_listed(data, [*inside, name]):
+            if not _is_listed(part, [*inside, name]):
                 continue
             path = "/".join([*inside, name])
             try:
@@ -135,20 +112,36 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
             elif stat.S_ISREG(status.st_mode):
                 empty.append(path)
     if missing and not documents:
-        raise UserError(
-            f"{path_key}={data.path}: no text can be read; {missing[0].path}: {missing[0].why}: correct that"
-        )
+        why = f"no text can be read; {missing[0].path}: {missing[0].why}: correct that"
+        raise UserError(f"{part.path_key}={part.path}: {why}")
     if not documents:
-        fix = (
-            "train on a folder with data=text data.path=FOLDER"
-            if data.source is Source.stdlib
-            else f"check {key}.glob and data.exclude"
-        )
-        raise UserError(f"{key}.glob={data.glob}: no file with text matches below {root}: {fix}")
+        fix = f"check {part.key}.glob and data.exclude"
+        if part.source is Source.stdlib:
+            fix = "train on a folder with data=text data.path=FOLDER"
+        raise UserError(f"{part.key}.glob={part.glob}: no file with text matches below {root}: {fix}")
     by_path = attrgetter("path")
     return Corpus(
         root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))
     )
+
+
+def walk(
+    root: Path, exclude: Sequence[str], links: bool = True, on_error: Callable[[OSError], None] | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders below `root`, with the names of their files; none that is hidden, and no folder in `exclude`.
+    A folder that several paths lead to is read once. links: also folders behind links."""
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, onerror=on_error, followlinks=links):
+        status = os.stat(folder)
+        if (place := (status.st_dev, status.st_ino)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = [name for name in folders if _is_entered([name], exclude)]
+        folders.sort(
+            key=lambda name: (os.path.islink(os.path.join(folder, name)), name)
+        )  # links after what they lead to
+        yield folder, [name for name in names if not name.startswith(".")]
 
 
 def reads(part: SourceConfig, path: Path) -> bool:
@@ -230,13 +223,13 @@ def read_pieces(path: Path, begin: int, end: int) -> Iterator[str]:
                 yield text
 
 
-def _root(data: DataConfig | SourceConfig) -> Path:
-    return Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
+def _root(part: SourceConfig) -> Path:
+    return Path(sysconfig.get_path("stdlib") if part.source is Source.stdlib else str(part.path)).resolve()
 
 
-def _is_listed(data: DataConfig | SourceConfig, parts: Sequence[str]) -> bool:
-    """Return whether `data.glob` names a file, by the parts of its path inside the folder."""
-    patterns = (pattern.strip().split("/") for pattern in data.glob.split("|"))
+def _is_listed(part: SourceConfig, parts: Sequence[str]) -> bool:
+    """Return whether the glob names a file, by the parts of its path inside the folder."""
+    patterns = (pattern.strip().split("/") for pattern in part.glob.split("|"))
     return not parts[-1].startswith(".") and any(_matches(list(parts), pattern) for pattern in patterns)
 
 

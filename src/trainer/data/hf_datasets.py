@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,24 +20,11 @@ from typing import Any
 
 from precision.errors import UserError
 from trainer.config.data import DataConfig, SourceConfig
+from trainer.data.corpus import walk
 from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
 
 STREAM_ROWS = 256  # read at once while their length is unknown
 MOST_ROWS = 16384
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """Yield the files that `datasets` may read: those behind links, too, and none with a dot before a name in its path,
-    where the prepared data may be. A folder that several paths lead to is listed once."""
-    seen: set[str] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if (real := os.path.realpath(folder)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
 
 
 class Dataset:
@@ -54,7 +40,8 @@ class Dataset:
         root = self._root
         if root.is_dir():
             digest.update(str(root.resolve()).encode("utf-8", "surrogateescape"))
-            for path in sorted(_files(root)):
+            paths = (Path(folder, name) for folder, names in walk(root, ()) for name in names)
+            for path in sorted(path for path in paths if path.is_file()):
                 status = path.stat()
                 line = f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\n"
                 digest.update(line.encode("utf-8", "surrogateescape"))
