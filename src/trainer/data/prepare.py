@@ -67,7 +67,6 @@ def find_or_build(
     without text, damage (unless `data.skip_damaged`), and sidecars that have changed since they were written.
     """
     check_data(data, vocab_size)
-    report = progress or silent
     sources = source_configs(data)
     if sources[0].source is Source.bins:
         prepared = open_several(sources)
@@ -81,42 +80,63 @@ def find_or_build(
     readers = [open_source(part, data.validation_fraction) for part in sources]
     key = _key(data, vocab_size, readers)
     setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
-    place, built = folder or Path(data.cache_dir) / f"{'mix' if data.mix else data.source.value}-{key}", False
+    place = folder or Path(data.cache_dir) / f"{'mix' if data.mix else data.source.value}-{key}"
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
         raise UserError(f"{folder}: exists and is not prepared data: choose a folder that does not exist")
+    built = False
     if not place.is_dir():
         _check_outside(place, sources, setting)
-        lock = _lock(place, setting, report)
-        try:
-            if not place.is_dir():
-                _build(place, readers, data, vocab_size, key, report)
-                built = True
-        except OSError as error:  # of writing: read errors are UserErrors already
-            kept = any(_partial(place).glob("done-*.json"))
-            if not kept:
-                shutil.rmtree(_partial(place), ignore_errors=True)
-            fix = "free space there" if error.errno in FULL else "correct that"
-            raise UserError(
-                f"{setting}: {place.name} cannot be written ({error.strerror or error}): {fix}"
-                f"{', and it continues where it stopped' * kept}, or set another folder"
-            ) from error
-        finally:
-            lock.release()
+        built = _build_once(place, setting, readers, data, vocab_size, key, progress or silent)
     if folder is not None and read_summary(folder)["key"] != key:
         raise UserError(f"{folder}: contains different data, or an earlier state of the source: choose another --out")
     prepared = open_prepared(place, built)
-    damaged = [each for each in prepared.skipped if each.why != EMPTY]
-    if damaged and not data.skip_damaged:
-        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        raise UserError(
-            f"data.skip_damaged=false: {damaged[0]}{more} cannot be used: repair or remove what is damaged, and delete "
-            f"{place}; or set data.skip_damaged=true to train without it"
-        )
+    if not data.skip_damaged:
+        _refuse_damaged(prepared)
     entries = prepared.train.sidecar.vocab_size
     _check_entries(entries, vocab_size)
     if entries < vocab_size and data.tokenizer is None:
         warnings.warn(f"model.vocab_size={vocab_size}: the text yields only {entries} tokenizer entries", stacklevel=2)
     return prepared
+
+
+def _build_once(
+    place: Path,
+    setting: str,
+    readers: Sequence[Reader],
+    data: DataConfig,
+    vocab_size: int,
+    key: str,
+    report: Progress,
+) -> bool:
+    """Build `place` unless another process does so meanwhile. Return whether this one did. setting: for messages."""
+    lock = _lock(place, setting, report)
+    try:
+        if place.is_dir():
+            return False
+        _build(place, readers, data, vocab_size, key, report)
+    except OSError as error:  # of writing: read errors are UserErrors already
+        kept = any(_partial(place).glob("done-*.json"))
+        if not kept:
+            shutil.rmtree(_partial(place), ignore_errors=True)
+        fix = "free space there" if error.errno in FULL else "correct that"
+        raise UserError(
+            f"{setting}: {place.name} cannot be written ({error.strerror or error}): {fix}"
+            f"{', and it continues where it stopped' * kept}, or set another folder"
+        ) from error
+    finally:
+        lock.release()
+    return True
+
+
+def _refuse_damaged(prepared: Prepared) -> None:
+    """Raise UserError if damaged text was left out."""
+    damaged = [each for each in prepared.skipped if each.why != EMPTY]
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        raise UserError(
+            f"data.skip_damaged=false: {damaged[0]}{more} cannot be used: repair or remove what is damaged, and delete "
+            f"{prepared.folder}; or set data.skip_damaged=true to train without it"
+        )
 
 
 def _check_outside(place: Path, sources: Sequence[SourceConfig], setting: str) -> None:
