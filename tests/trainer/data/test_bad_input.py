@@ -91,21 +91,14 @@ def test_an_array_over_several_lines_is_named_as_one(files: DataConfig, given: b
     assert "line 2" not in str(error.value)
 
 
-def test_a_missing_column_is_reported_without_nested_brackets(files: DataConfig) -> None:
-    (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c", "id": 3}'] * 9))
-    says = "line 1, which has content, id: no key text, which data.text_column names; set data.text_column"
-    with pytest.raises(ValueError, match=says) as error:
-        prepare(replace(files, tokenizer=None), 512)
-    assert "(" not in str(error.value)
-
-
 def test_in_a_mix_the_key_of_the_source_is_named(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c"}'] * 9))
     (folder(files) / "y.csv").write_text("id;text\n7;b\n")
     entries = [MixEntry(name=each, path=files.path, glob=f"*.{each}", text_column="body") for each in ("jsonl", "csv")]
     mixed = replace(files, path=None, tokenizer=None)
-    with pytest.raises(ValueError, match=r"no key body, which (data\.mix\[0\]\.text_column) names; set \1$"):
+    with pytest.raises(ValueError, match=r"no key body, which (data\.mix\[0\]\.text_column) names; set \1$") as error:
         prepare(replace(mixed, mix=entries[:1]), 512)
+    assert "line 1, which has content: no key" in str(error.value)
     with pytest.raises(ValueError, match=r"with tabs and data\.mix\[0\]\.format=tsv,"):
         prepare(replace(mixed, mix=entries[1:]), 512)
 
@@ -146,16 +139,6 @@ def pack_zst(path: Path) -> None:
 def pack_parquet(path: Path) -> None:
     texts = [json.loads(line)["text"] for line in LONG[:500]]
     parquet.write_table(pyarrow.table({"text": texts}), path.with_name("x.parquet"), row_group_size=100)
-
-
-def test_of_a_gz_file_that_is_cut_off_only_the_end_is_lost(tmp_path: Path) -> None:
-    content = b"\n".join(LONG)
-    (tmp_path / "x.gz").write_bytes(gzip.compress(content)[:-20])
-    read = b""
-    with pytest.raises(OSError, match="cut off"):  # noqa: PT012
-        for block in unpack(tmp_path / "x.gz"):
-            read += block
-    assert content.startswith(read) and len(read) > len(content) - 2000
 
 
 @pytest.mark.parametrize("pack", [pack_gz, pack_zst, pack_parquet])
@@ -226,7 +209,8 @@ def test_what_comes_before_damage_at_the_end_of_a_compressed_file_is_read(
     whole = pack(content)
     flipped = whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]
     most = len(content) - (0 if pack is gzip.compress else 1 << 14)
-    for damaged, least in ((flipped, most), (whole + b"garbage", most), (whole[:-20], 1)):
+    cut_off = most - 2000 if pack is gzip.compress else 1
+    for damaged, least in ((flipped, most), (whole + b"garbage", most), (whole[:-20], cut_off)):
         if pack is zstandard.compress and damaged is flipped:
             continue  # it has no checksum
         (tmp_path / name).write_bytes(damaged)

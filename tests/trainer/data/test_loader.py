@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import Bins, Loader, validation_batches
@@ -68,6 +68,7 @@ def test_seeds_give_different_orders_and_the_same_seed_the_same(bins: Bins) -> N
     assert not torch.equal(a, c)
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 100), st.integers(1, 5))
 def test_resume_at_any_cursor_equals_the_uninterrupted_run(bins: Bins, steps: int, more: int) -> None:
     loader = Loader(bins, 16, 12, seed=5)

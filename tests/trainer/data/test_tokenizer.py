@@ -61,11 +61,6 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
-    with pytest.raises(ValueError, match=r"data\.end_of_text=</s>: not a token"):
-        end_of_text_id(load_tokenizer(prepared.tokenizer_path), "</s>")
-
-
 @pytest.mark.parametrize("end", ["x", "self"])
 def test_an_end_of_text_that_text_has_too_is_refused(end: str) -> None:
     with pytest.raises(UserError, match=rf"^data\.end_of_text={end}: text has this token, too, .*; set another"):
