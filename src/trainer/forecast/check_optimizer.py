@@ -16,17 +16,13 @@ def check_optimizer(config: Config) -> None:
     """Raise UserError, naming key, value and fix, for invalid settings of `optim` and the precision table."""
     _check_moments(config)
     _check_loss_scale(config.precision.loss_scale)
-    tau, muon = config.optim.qk_clip, config.optim.muon
-    if tau is not None and not 0 < tau < math.inf:
-        refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
+    muon = config.optim.muon
     if muon is None:
         if config.optim.name is OptimizerName.muon:
             refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
         return
     if not 0 <= muon.momentum < 1:
         refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
-    if not 0 < muon.scale < math.inf:
-        refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
     fewest = FEWEST[muon.coefficients]
     if muon.steps is not None and not fewest <= muon.steps <= 100:
         refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
@@ -56,5 +52,3 @@ def _check_loss_scale(c: LossScaleConfig) -> None:
     if c.minimum > c.initial:
         fix = f"set at most {c.initial:g}"
         refuse("precision.loss_scale.minimum", f"{c.minimum:g}", "above precision.loss_scale.initial", fix)
-    if not 1 <= c.interval < 2**31:
-        refuse("precision.loss_scale.interval", c.interval, "out of range", "set 2000, or 1 at least")

@@ -1,6 +1,5 @@
 """Checks of values that need neither model nor torch, whose import takes two seconds: a mistake is reported at once."""
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +9,13 @@ from precision.config import check_scaling
 from precision.errors import UserError, counted, refuse
 from trainer.config import Config, RunConfig
 from trainer.config.data import check_data
-from trainer.config.health import check_alerts
 from trainer.config.phases import span
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Segment, Timeline, each_shape, last_step
+from trainer.forecast.limits import check_limits
 from trainer.forecast.schedule import check_phases
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, divisor_near
 
-MOST_MARGIN = 10**6
-"""Batches, far below the windows that the loader can number."""
 _SHAPE = re.compile(r"trainer\.(global_batch_size|microbatch_size|sequence_length)\b")
 
 
@@ -30,12 +27,11 @@ def check_values(config: Config, degrees: Degrees = ONE_PROCESS) -> None:
     check_phases(config)
     for segment, shape in each_shape(config):
         with in_phase(config, segment):
-            check_sizes(shape)
+            _check_length(shape)
             check_batch(shape, degrees)
     _check_recovery(config.recovery)
     check_single_steps(config)
     check_data(config.data, config.model.vocab_size)
-    check_alerts(config.health.alerts)
     config.model.validate()
     check_scaling(config.precision.scaling)
 
@@ -74,36 +70,19 @@ def _check_run(run: RunConfig) -> None:
 
 def check_sizes(config: Config) -> None:
     """Raise UserError for impossible numbers, and for sequences that the model cannot take."""
-    t, o, m = config.trainer, config.optim, config.model
-    for key in ("max_steps", "global_batch_size", "microbatch_size", "sequence_length"):
-        if (value := getattr(t, key)) is not None and value < 1:
-            refuse(f"trainer.{key}", value, "out of range", "set 1 or more")
-    amounts = {"trainer.seed": t.seed, "eval.sample": config.eval.sample, "checkpoint.keep": config.checkpoint.keep}
-    for key, value in {**amounts, "optim.weight_decay": o.weight_decay}.items():
-        if not 0 <= value < math.inf:
-            refuse(key, value, "out of range", "set 0 or more")
+    check_limits(config)
+    o = config.optim
     if (amount := span(every := config.logging.every)) is not None and not amount.number:
         refuse("logging.every", every, "out of range", "set 1 or more")
-    for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
-        if not 0 < value < math.inf:
-            refuse(key, value, "out of range", "set a number above 0")
     if o.eps < 2**-126:
         refuse("optim.eps", o.eps, "it is 0 in FP32, and 0 / 0 not a number", "set 1e-8, or 1e-37 at least")
-    if not 1 <= config.parallel.dispatch_capacity < math.inf:
-        why = "it is a multiple of the tokens of even routing"
-        refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
-    if not 1 <= config.parallel.timeout <= 1e9:  # gloo counts nanoseconds in 64 bits
-        refuse("parallel.timeout", config.parallel.timeout, "out of range", "set seconds, 1 to 1e9")
-    if o.clip is not None and not 0 < o.clip < math.inf:
-        refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
-    for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
-        if not 0 <= value <= 1:
-            refuse(key, value, "it is a share", "set 0 to 1")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
         refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9,0.95]")
-    for key, value in {"eval.batches": config.eval.batches, "eval.at_end": config.eval.at_end}.items():
-        if value is not None and value < 1:
-            refuse(key, value, "out of range", "set 1 or more, or null for every window")
+    _check_length(config)
+
+
+def _check_length(config: Config) -> None:
+    t, m = config.trainer, config.model
     if t.sequence_length > m.max_position_embeddings:
         why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
         refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
@@ -171,34 +150,18 @@ def _check_debug(config: Config) -> None:
     if abs(inject.value) <= 1:
         why = "it would do nothing"
         refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
-    if inject.steps < 1:
-        refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
     if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
         refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN,END], END not included, or null")
 
 
 def _check_recovery(r: RecoveryConfig) -> None:
-    s, w = r.spikes, r.rewind
-    counts = {"max_consecutive_skips": r.max_consecutive_skips, "rewind.max": w.max, "rewind.margin": w.margin}
-    for key, value in counts.items():
-        if value < 0:
-            refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
-    if w.margin > MOST_MARGIN:
-        refuse("recovery.rewind.margin", w.margin, "out of range", f"set at most {MOST_MARGIN}")
-    if s.window < 2:
+    if not 2 <= r.spikes.min_steps <= r.spikes.window:
+        why = f"it is a part of recovery.spikes.window={r.spikes.window}"
+        refuse("recovery.spikes.min_steps", r.spikes.min_steps, why, f"set 2 to {r.spikes.window}")
+    if r.rewind.lr_steps < (0 if r.rewind.lr_factor == 1 else 1):
         refuse(
-            "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"
+            "recovery.rewind.lr_steps", r.rewind.lr_steps, "the learning rate is lowered for no step", "set 1 or more"
         )
-    if not 2 <= s.min_steps <= s.window:
-        why = f"it is a part of recovery.spikes.window={s.window}"
-        refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
-    if not 0 < s.threshold < math.inf:
-        refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
-    if not 0 < w.lr_factor <= 1:
-        why = "a rewind may lower the learning rate, not raise it"
-        refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
-    if w.lr_steps < (0 if w.lr_factor == 1 else 1):
-        refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
 
 
 def _check_profile(config: Config) -> None:
