@@ -1,7 +1,6 @@
 """Settings that cannot work end in one line: key, value, fix."""
 
 import copy
-from pathlib import Path
 
 import pytest
 from composed import config_of, tree_of
@@ -20,13 +19,6 @@ def test_the_default_is_the_embedded_corpus() -> None:
     check_data(load("stdlib"), 4096)
 
 
-def test_the_text_group_only_needs_a_folder(tmp_path: Path) -> None:
-    data = load("text")
-    assert data.source is Source.text
-    data.path = str(tmp_path)
-    check_data(data, 4096)
-
-
 @pytest.mark.parametrize("name", ["stdlib", "text", "files", "hf", "bins"])
 def test_every_group_gives_every_key(name: str) -> None:
     assert set(tree_of([f"data={name}"])["data"]) == set(DataConfig.__dataclass_fields__)
@@ -36,6 +28,7 @@ def test_every_group_gives_every_key(name: str) -> None:
     ("changes", "vocab_size", "message"),
     [
         ({"source": Source.text}, 512, r"data\.path=null: .*set data\.path=PATH"),
+        ({"source": Source.text, "path": ""}, 512, r"data\.path='': data\.source=text needs a folder of text files"),
         ({"source": Source.text, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
         ({"path": "/tmp"}, 512, r"data\.path=/tmp: .*set data=text"),
         ({"validation_fraction": 0.0}, 512, r"data\.validation_fraction=0: leaves no part of stdlib for evaluation"),

@@ -18,7 +18,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from precision.config import Precision
 from trainer.config import Config, InjectPlace, Schedule, Switch, load, suggestion_for, unknown_key
 from trainer.config.other_frameworks import KEYS, OURS
 from trainer.config.schema import keys_of, nearest
@@ -93,13 +92,8 @@ def test_any_recipe_goes_with_any_model_and_changes_neither_it_nor_the_optimizer
     check(config)
 
 
-def test_the_bare_default_is_bf16():
-    config = load(composed())
-    assert config.precision.name == "bf16" and config.precision.table.ffn is Precision.bf16
-
-
 def test_a_recipe_beats_the_defaults_and_the_command_line_beats_both():
-    assert load(composed("+recipe=fp8_jit")).precision.name == "fp8_jit"
+    assert [load(composed(*words)).precision.name for words in ([], ["+recipe=fp8_jit"])] == ["bf16", "fp8_jit"]
     config = load(composed("+recipe=fp8_jit", "precision=fp32", "optim.lr=0.5"))
     assert config.precision.name == "fp32" and config.optim.lr == 0.5
 

@@ -26,35 +26,11 @@ def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) 
     return Bins.open(path, "t")
 
 
-def test_end_of_text_stands_first_and_after_each_document(tmp_path: Path) -> None:
-    bins = write(tmp_path / "x.bin", [[[5, 6], [7]], [[8]]])
-    assert bins.tokens.tolist() == [0, 5, 6, 7, 0, 8, 0]
-    assert bins.sidecar.num_documents == 2
-    assert bins.num_tokens == 7
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
 def test_the_vocabulary_chooses_the_dtype_and_no_id_is_lost(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     bins = write(tmp_path / "x.bin", [[[vocab_size - 1, 1]]], vocab_size)
     assert bins.tokens.dtype == dtype
     assert bins.tokens.tolist() == [0, vocab_size - 1, 1, 0]
-
-
-def test_windows_overlap_by_one_token(tmp_path: Path) -> None:
-    bins = write(tmp_path / "x.bin", [[list(range(1, 12))]])
-    assert bins.num_windows(4) == 3
-    assert bins.gather(np.array([2, 0]), 4).tolist() == [[8, 9, 10, 11, 0], [0, 1, 2, 3, 4]]
-
-
-def test_shards_are_read_as_the_one_stream_that_they_are(tmp_path: Path) -> None:
-    documents = [[[5, 6]], [[8]], [[9, 10, 11]]]
-    whole = write(tmp_path / "x.bin", documents)
-    parts = [write(tmp_path / f"x-{i}.bin", [document]) for i, document in enumerate(documents)]
-    bins = Bins.join(parts)
-    assert bins.num_tokens == whole.num_tokens
-    for start in range(whole.num_tokens):
-        count = whole.num_tokens - start
-        assert [bins.read(start, n).tolist() for n in (1, count)] == [whole.read(start, n).tolist() for n in (1, count)]
 
 
 def truncate(folder: Path) -> None:

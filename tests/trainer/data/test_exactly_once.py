@@ -37,7 +37,7 @@ KILLED = -signal.SIGKILL
 # ------------------------------------------------------------------------------------------------ with the loader alone
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_loaders_that_are_killed_and_resumed_on_other_world_sizes(bins: Bins, seed: int) -> None:
     """Four epochs. A run is a state that is saved; what was read since then dies with the processes."""
     chance = random.Random(seed)

@@ -62,12 +62,6 @@ def test_a_batch_over_the_end_of_an_epoch_continues_with_the_next(bins: Bins) ->
     assert not torch.equal(first, second)
 
 
-def test_seeds_give_different_orders_and_the_same_seed_the_same(bins: Bins) -> None:
-    a, b, c = (Loader(bins, 16, 32, seed).next() for seed in (1, 1, 2))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 100), st.integers(1, 5))
 def test_resume_at_any_cursor_equals_the_uninterrupted_run(bins: Bins, steps: int, more: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from run_folders import snapshot
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from precision.errors import RunError, UserError
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
@@ -167,24 +166,6 @@ def test_more_shards_than_files_may_be_open(make_data: MakeData, monkeypatch: py
     monkeypatch.setattr(Shard, "open", counted)
     prepare(make_data("one", workers=1), 512)
     assert most == 1
-
-
-def test_one_shard_is_cut_off_and_named(make_data: MakeData) -> None:
-    result = prepare(make_data("one", workers=1), 512)
-    os.truncate(result.folder / "train-00004.bin", 100)
-    with pytest.raises(ValueError, match=r"train-00004\.bin: has 100 bytes, its sidecar says \d+: delete "):
-        prepare(make_data("one"), 512)
-    with pytest.raises(OSError, match=r"train-00004\.bin: ends at byte 100; it was whole when"):
-        _ = result.train.tokens
-
-
-def test_a_large_vocabulary_takes_four_bytes(make_data: MakeData, tmp_path: Path) -> None:
-    words = {"<|endoftext|>": 0, "a": 1, "7": 2} | {f"w{n}": n for n in range(3, 70_000)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w69999"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "large.json"))
-    result = prepare(make_data("one", workers=1, tokenizer=str(tmp_path / "large.json")), 70_000)
-    assert result.train.sidecar.dtype == "uint32" and result.train.tokens.max() == 69_999
 
 
 def test_a_seam_is_one_token(tmp_path: Path) -> None:
