@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -74,13 +74,13 @@ class Skipped:
 class Line:
     """A line of a file, described when printed: `line 3`, or by its byte if counting lines would take long."""
 
+    block: Lines
     number: int
     """In its block, from 1."""
     byte: int
-    lines_before: Callable[[], int | None]
 
     def __str__(self) -> str:
-        before = self.lines_before()
+        before = self.block.lines_before()
         return f"the line at byte {self.byte}" if before is None else f"line {before + self.number}"
 
 
@@ -149,89 +149,66 @@ class UnsplitBlock:
 
 @dataclass(frozen=True)
 class Lines:
-    """JSON objects, one a line: the bytes [begin, end) of a file."""
+    """JSON objects, one a line: the bytes [begin, end) of a file, unpacked."""
 
     path: Path
     label: str
     begin: int
     end: int
     part: SourceConfig
+    data: bytes | None = None
+    """These bytes, if they had to be read already."""
+    num_before: int | None = None
+    """Number of lines before them, if it is known."""
 
     @property
     def num_bytes(self) -> int:
         return self.end - self.begin
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        data = self.data
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.begin)
-                data = file.read(self.num_bytes)
+            if data is None:
+                with self.path.open("rb") as file:
+                    file.seek(self.begin)
+                    data = file.read(self.num_bytes)
         except OSError as error:
             log.lost(self.label, f"cannot be read: {error.strerror}")
             return
-        yield from parse_lines(data, self.label, self.begin, self.part, fraction, log, self._lines_before)
+        place = self.begin
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if line.strip():  # else no document: an empty one is {"text": ""}
+                yield from self._document(line, Line(self, number, place), fraction, log)
+            place += len(line) + 1
 
-    def _lines_before(self) -> int | None:
-        """Return the number of lines of the file before this block, for a message; None far into a large file, which
-        would have to be read again."""
-        return None if self.begin > COUNTED_BYTES else lines_before(self.path, self.begin)
-
-
-@dataclass(frozen=True)
-class LinesRead:
-    """JSON objects, one a line, that had to be read already; they begin at byte `begin` of the text, after
-    `lines_before` lines."""
-
-    data: bytes
-    label: str
-    begin: int
-    part: SourceConfig
-    lines_before: int
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        lines = self.lines_before
-        yield from parse_lines(self.data, self.label, self.begin, self.part, fraction, log, lambda: lines)
-
-
-def parse_lines(
-    data: bytes,
-    label: str,
-    begin: int,
-    part: SourceConfig,
-    fraction: float,
-    log: SkipLog,
-    lines_before: Callable[[], int | None],
-) -> Iterator[Piece]:
-    """Yield the documents in some lines of JSON. lines_before: number of lines of the file before them, if known;
-    called for entries of the log."""
-    place, column = begin, part.text_column
-    for number, line in enumerate(data.split(b"\n"), 1):
-        here, place = place, place + len(line) + 1
-        if not line.strip():
-            continue  # not a document: an empty one is {"text": ""}
-        where = Line(number, here, lines_before)
+    def _document(self, line: bytes, where: Line, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        label, column = self.label, self.part.text_column
         try:
             record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with this mark
         except UnicodeDecodeError:
             log.add(label, NOT_UTF8, where)
-            continue
+            return
         except (ValueError, RecursionError):
-            starts = here == 0 and (line.lstrip().startswith(b"[") or line.strip() == b"{")
+            starts = where.byte == 0 and (line.lstrip().startswith(b"[") or line.strip() == b"{")
             log.add(label, ONE_VALUE if starts else "not JSON", where)
-            continue
+            return
         if not isinstance(record, dict):
-            log.add(label, ONE_VALUE if here == 0 and isinstance(record, list) else "not a JSON object", where)
+            is_array = where.byte == 0 and isinstance(record, list)
+            log.add(label, ONE_VALUE if is_array else "not a JSON object", where)
         elif column not in record:
             has = ", ".join(list(record)[:9])
-            log.add(label, f"no key {column}, which {part.key}{COLUMN} names", where, which=f"which has {has}")
+            log.add(label, f"no key {column}, which {self.part.key}{COLUMN} names", where, which=f"which has {has}")
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} {NO_TEXT}", where)
         else:
             yield from document(record[column] or "", label, where, fraction, log)
+
+    def lines_before(self) -> int | None:
+        """Return the number of lines of the file before this block, for a message; None far into a large file, which
+        would have to be read again."""
+        if self.num_before is not None:
+            return self.num_before
+        return None if self.begin > COUNTED_BYTES else lines_before(self.path, self.begin)
 
 
 def document(text: str | bytes, label: str, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:

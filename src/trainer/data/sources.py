@@ -33,7 +33,6 @@ from trainer.data.records import (
     EMPTY,
     Block,
     Lines,
-    LinesRead,
     RowGroup,
     SkipLog,
     TextFile,
@@ -264,7 +263,7 @@ def lines_of_packed(path: Path, label: str, part: SourceConfig, log: SkipLog) ->
     begin = lines = 0
     try:
         for data in whole_lines(path):
-            yield LinesRead(data, label, begin, part, lines)
+            yield Lines(path, label, begin, begin + len(data), part, data, lines)
             begin, lines = begin + len(data), lines + data.count(b"\n")
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
@@ -334,7 +333,7 @@ def _share_of_text(block: Block) -> float:
     """Return the share of a block's bytes that is text of documents, where other keys stand beside it; 1 if it has
     none."""
     inside = block.block if isinstance(block, UnsplitBlock) else block
-    if not isinstance(inside, Lines | LinesRead):
+    if not isinstance(inside, Lines):
         return 1.0
     text = sum(piece.num_bytes for piece in inside.pieces(0.0, SkipLog(strict=False)))
     return text / inside.num_bytes if text else 1.0
