@@ -231,7 +231,7 @@ def document(text: str | bytes, label: str, where: Place, fraction: float, log: 
 class Rows:
     """Texts of rows that had to be read already, and the number of each. None: a row without text."""
 
-    values: Sequence[bytes | str | None]
+    values: Sequence[bytes | None]
     label: str
     numbers: Sequence[int]
     unit: str = "row"
@@ -299,17 +299,11 @@ def _choice(part: SourceConfig, names: Sequence[str], in_first_row: bool) -> str
     return f"set one of {', '.join(names)}{row}"
 
 
-def as_bytes(column) -> list[bytes | str | None]:
-    """Return a column of texts as bytes, not yet checked to be UTF-8."""
+def as_bytes(column) -> list[bytes | None]:
+    """Return a column of texts, of any of Arrow's types for them, as bytes, not yet checked to be UTF-8."""
     import pyarrow
 
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    types = pyarrow.types
-    binary = pyarrow.large_binary() if types.is_large_string(column.type) else pyarrow.binary()
-    if types.is_string(column.type) or types.is_large_string(column.type) or types.is_string_view(column.type):
-        column = column.cast(binary)
-    return column.to_pylist()
+    return column.cast(pyarrow.large_binary()).to_pylist()
 
 
 @dataclass(frozen=True)
