@@ -101,9 +101,9 @@ class Dataset:
         part = self.part
         try:
             yield
+        except UserError:
+            raise
         except Exception as error:  # of many classes, from a dozen libraries
-            if isinstance(error, ValueError) and str(error).startswith(f"{part.key}."):
-                raise
             reason = " ".join(str(error.__cause__ or error).split())
             raise UserError(
                 f"{part.path_key}={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
@@ -114,29 +114,10 @@ class Dataset:
         """Load the rows once. Raises UserError, one line, for any error of the library."""
         if self._rows is not None:
             return self._rows
-        import datasets
-
-        part, root = self.part, self._root
-        rows: Any
+        part = self.part
         with self._as_user_error():
-            if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
-                rows = datasets.load_from_disk(str(root))
-                if isinstance(rows, datasets.DatasetDict):
-                    if part.split not in rows:
-                        names = ", ".join(map(str, rows))
-                        raise UserError(f"{part.path_key}={root}: has no split {part.split}: set one of {names}")
-                    rows = rows[part.split]
-                elif part.split not in (DataConfig.split, str(rows.split)):  # all rows would be that split
-                    why = f"is a single dataset, without a split {part.split}"
-                    raise UserError(f"{part.path_key}={root}: {why}: leave that out, or save a DatasetDict")
-                rows = rows.to_iterable_dataset() if part.streaming else rows
-            else:
-                builder = self._builder or self._load(part.revision)
-                if part.streaming:
-                    rows = builder.as_streaming_dataset(split=part.split)
-                else:
-                    builder.download_and_prepare()
-                    rows = builder.as_dataset(split=part.split)
+            is_saved = any((self._root / name).is_file() for name in ("dataset_dict.json", "state.json"))
+            rows = self._saved() if is_saved else self._built()
             names = rows.column_names or list(next(iter(rows), {}))
         features = rows.features
         check_column(part, self._label, names, features.arrow_schema if features is not None else None)
@@ -145,6 +126,27 @@ class Dataset:
             self.num_bytes = int(rows.data.nbytes * len(rows) / max(rows.data.num_rows, 1))
         self._rows = rows.with_format("arrow")
         return self._rows
+
+    def _saved(self) -> Any:
+        import datasets
+
+        part, rows = self.part, datasets.load_from_disk(str(self._root))
+        if isinstance(rows, datasets.DatasetDict):
+            if part.split not in rows:
+                names = ", ".join(map(str, rows))
+                raise UserError(f"{part.path_key}={part.path}: has no split {part.split}: set one of {names}")
+            rows = rows[part.split]
+        elif part.split not in (DataConfig.split, str(rows.split)):  # all rows would be that split
+            why = f"is a single dataset, without a split {part.split}"
+            raise UserError(f"{part.path_key}={part.path}: {why}: leave that out, or save a DatasetDict")
+        return rows.to_iterable_dataset() if part.streaming else rows
+
+    def _built(self) -> Any:
+        builder = self._builder or self._load(self.part.revision)
+        if self.part.streaming:
+            return builder.as_streaming_dataset(split=self.part.split)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=self.part.split)
 
     def _batches(self, rows: Any, log: SkipLog) -> Iterator[Block]:
         size = STREAM_ROWS
