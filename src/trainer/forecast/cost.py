@@ -177,58 +177,76 @@ def timed(
     busiest: float = 1.0,
 ) -> Cost:
     """Return `cost` for an FSDP policy, its memory, and the load of Muon's busiest rank over the mean."""
-    m, t, d = config.model, config.trainer, degrees
+    t, d = config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
     tokens = passed / d.pipeline
-    per_token = flops_per_token(m, t.sequence_length)
+    counts = tuple(blocks_of_stages(config, plan, d.pipeline))
+    stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)
+    hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
+    forwards = 1 if config.recompute is Recompute.none else 2
+    beside, waited = (machine.seconds(tokens * sent, d.tensor) for sent in tensor_bytes(plan, d, forwards))
+    return Cost(
+        degrees=d,
+        recompute=config.recompute,
+        microbatch=t.microbatch_size,
+        microbatches=microbatches,
+        memory=memory,
+        compute=_compute(config, plan, d, machine, tokens, microbatches)
+        + muon_size(config, plan, d).flops * busiest / machine.flops,
+        hidden=hidden + beside,
+        waiting=_experts(config, plan, d, machine, tokens)
+        + _context(config, d, machine, tokens, forwards)
+        + waited
+        + _between_stages(config, plan, d, machine, passed),
+        tokens=tokens,
+        bubble=idle_share(config, plan, d),
+        stages_per_rank=config.parallel.stages_per_rank if d.pipeline > 1 else 1,
+    )
+
+
+def _compute(config: Config, plan: Plan, d: Degrees, machine: Machine, tokens: float, microbatches: int) -> float:
+    """Return the seconds of the arithmetic of a rank's share of the tokens, or of its launches if these take longer."""
+    m = config.model
+    per_token = flops_per_token(m, config.trainer.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
-    compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
     passes = microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline  # of blocks
     if d.world > 1:
         launched = HOST * passes
     else:
         launched = ALONE * passes if config.cuda_graph is Switch.false else STEP + GRAPHED * passes
-    compute = max(compute, launched)
-    compute += muon_size(config, plan, d).flops * busiest / machine.flops
+    return max(tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops, launched)
 
-    counts = tuple(blocks_of_stages(config, plan, d.pipeline))
-    stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)
-    hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
+
+def _experts(config: Config, plan: Plan, d: Degrees, machine: Machine, tokens: float) -> float:
+    """Return the seconds in which a rank waits for tokens on their way to experts."""
+    m = config.model
     width = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
-    to_each = arriving(m, d.expert) / d.expert
-    joined = machine.per_node if machine.carries(Dispatch.symmetric, d.expert) else 1
-    dispatch, row = dispatch_of(config, d, joined), 2 * tokens * m.hidden_size * (width + 2) * m.num_moe_blocks
+    row = 2 * tokens * m.hidden_size * (width + 2) * m.num_moe_blocks
+    to_each = row * arriving(m, d.expert) / d.expert
+    dispatch = dispatch_of(config, d, machine.per_node if machine.carries(Dispatch.symmetric, d.expert) else 1)
     if dispatch is Dispatch.two_hops:
         nodes = machine.nodes(d.expert)
-        waiting = machine.two_hops_seconds(row * arriving(m, nodes) / nodes, row * to_each, d.expert)
-    else:
-        travel = SYMMETRIC if dispatch is Dispatch.symmetric else TRAVEL
-        waiting = machine.dispatch_seconds(row * to_each, d.expert, travel)
+        return machine.two_hops_seconds(row * arriving(m, nodes) / nodes, to_each, d.expert)
+    return machine.dispatch_seconds(to_each, d.expert, SYMMETRIC if dispatch is Dispatch.symmetric else TRAVEL)
+
+
+def _context(config: Config, d: Degrees, machine: Machine, tokens: float, forwards: int) -> float:
+    """Return the seconds in which a rank waits for the heads of its context group."""
+    m = config.model
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
-    times = 2 if config.recompute is Recompute.none else 3
-    sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
-    waiting += machine.seconds(sent, d.context, d.tensor)
-    beside, waited = (machine.seconds(tokens * sent, d.tensor) for sent in tensor_bytes(plan, d, times - 1))
-    hidden, waiting = hidden + beside, waiting + waited
-    if d.pipeline > 1:
-        streams = (2 if m.num_mtp_layers else 1) * config.parallel.stages_per_rank
-        sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
-        waiting += machine.seconds(sent, d.pipeline, d.stage)
-    bubble = idle_share(config, plan, d)
-    return Cost(
-        d,
-        config.recompute,
-        t.microbatch_size,
-        microbatches,
-        memory,
-        compute,
-        hidden,
-        waiting,
-        tokens,
-        bubble,
-        config.parallel.stages_per_rank if d.pipeline > 1 else 1,
-    )
+    sent = (forwards + 1) * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
+    return machine.seconds(sent, d.context, d.tensor)
+
+
+def _between_stages(config: Config, plan: Plan, d: Degrees, machine: Machine, passed: float) -> float:
+    """Return the seconds in which a rank waits for messages from other stages. passed: tokens through its own."""
+    if d.pipeline == 1:
+        return 0.0
+    m = config.model
+    streams = (2 if m.num_mtp_layers else 1) * config.parallel.stages_per_rank
+    sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
+    return machine.seconds(sent, d.pipeline, d.stage)
 
 
 class _Shared(NamedTuple):
