@@ -51,37 +51,28 @@ def planned(
 
     Raises UserError if nothing fits.
     """
-    rest = list(words)
-    key, length = "trainer.sequence_length", min(LENGTH, config.model.max_position_embeddings)
-    if (
-        not of_a_run
-        and config.trainer.sequence_length == UNSAID
-        and not any(word.partition("=")[0] == key for word in rest)
-    ):
+    rest, named = list(words), {word.partition("=")[0] for word in words}
+    length = min(LENGTH, config.model.max_position_embeddings)
+    if not of_a_run and config.trainer.sequence_length == UNSAID and "trainer.sequence_length" not in named:
         config = replace(config, trainer=replace(config.trainer, sequence_length=length))
-        rest.append(f"{key}={length}")
+        rest.append(f"trainer.sequence_length={length}")
     check_sizes(config)
     run, config = config, _planned_shape(config, options)
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
-    memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
         fix = f"measure it with python {script('scripts/bench/step.py')}, and give --tflops"
         raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     check_shadow(config.health, plan.has_fp8, plan.served_by("transformer_engine"))
-    flops = 1e12 * (options.tflops or RATES[fp8])
+    memory, flops = options.memory * GIB if options.memory else target.memory, 1e12 * (options.tflops or RATES[fp8])
     machines = [
         Machine(gpus, options.per_node, memory, flops, 1e9 * link, 1e9 * network)
         for gpus, link, network in product(options.gpus, options.node_link, options.network)
     ]
 
     search, batch = Search(config, plan, given, run), config.trainer.global_batch_size
-    is_given = (
-        of_a_run
-        or batch != UNSAID_BATCH
-        or any(word.partition("=")[0] == "trainer.global_batch_size" for word in words)
-    )
+    is_given = of_a_run or batch != UNSAID_BATCH or "trainer.global_batch_size" in named
     is_given = (is_given and not options.sequences) or _sets(run, "global_batch_size")
 
     def batches(machine: Machine) -> list[int]:
@@ -94,27 +85,42 @@ def planned(
         lines = [compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])]
         return "\n\n".join([*lines, *_of_phases(run, config), *([EAGER] if in_a_v(config.parallel) else [])])
     machine, best = machines[0], fastest(machines[0], options.rows)
-    if not best and (why := search.refusal(machine, batches(machine))) is not None:
-        asked = {f"parallel.{axis}": size for axis, size in given.items()}
-        asked |= {"parallel.schedule": "zbv"} if in_a_v(config.parallel) else {}
-        asked |= {"parallel.dispatch": how.value} if (how := config.parallel.dispatch) in NEEDS_NODES else {}
-        asked |= {"trainer.global_batch_size": batch} if is_given else {}
-        some = "some of " if len(asked) > 1 else ""
-        keys = " ".join(f"{key}={value}" for key, value in asked.items())
-        raise UserError(f"--gpus={machine.gpus}: no layout can train this; {why or f'leave out {some}{keys}'}")
     if not best:
-        enough = fewest(config, plan, machine)
-        more = f"take more GPUs ({enough} would do)" if enough else "take GPUs with more (no number of these is enough)"
-        free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
-        short = replace(config, trainer=replace(config.trainer, sequence_length=SHORT))
-        helps = any(Search(short, plan, given, run).fastest_first(machine, batches(machine)))
-        shorter = ", or a shorter trainer.sequence_length" if helps else ""
-        raise UserError(f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}{more}{shorter}")
+        if (why := search.refusal(machine, batches(machine))) is None:
+            why = _too_large(config, plan, given, run, machine, batches(machine))
+        elif not why:
+            why = f"no layout can train this; leave out {_asked(config, given, batch if is_given else None)}"
+        else:
+            why = f"no layout can train this; {why}"
+        raise UserError(f"--gpus={machine.gpus}: {why}")
     first, lines = best[0], [table(best)]
     if first.degrees.pipeline > 1:
         lines.append(stages_line(_as_run(config, first), plan, first.degrees))
     lines += _of_phases(run, _as_run(config, first))
     return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest, run)])
+
+
+def _asked(config: Config, given: Mapping[str, int], batch: int | None) -> str:
+    """Return what the command line asks of layouts, as typed. batch: None if it asks for none."""
+    asked = {f"parallel.{axis}": size for axis, size in given.items()}
+    asked |= {"parallel.schedule": "zbv"} if in_a_v(config.parallel) else {}
+    asked |= {"parallel.dispatch": how.value} if (how := config.parallel.dispatch) in NEEDS_NODES else {}
+    asked |= {} if batch is None else {"trainer.global_batch_size": batch}
+    some = "some of " if len(asked) > 1 else ""
+    return some + " ".join(f"{key}={value}" for key, value in asked.items())
+
+
+def _too_large(
+    config: Config, plan: Plan, given: Mapping[str, int], run: Config, machine: Machine, batches: Sequence[int]
+) -> str:
+    """Return that no layout fits, and what would."""
+    enough = fewest(config, plan, machine)
+    more = f"take more GPUs ({enough} would do)" if enough else "take GPUs with more (no number of these is enough)"
+    free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
+    short = replace(config, trainer=replace(config.trainer, sequence_length=SHORT))
+    helps = any(Search(short, plan, given, run).fastest_first(machine, batches))
+    shorter = ", or a shorter trainer.sequence_length" if helps else ""
+    return f"no layout fits into {machine.memory / GIB:g} GiB a GPU; {free}{more}{shorter}"
 
 
 def _given(word: str) -> tuple[str, int]:
