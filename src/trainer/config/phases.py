@@ -75,11 +75,6 @@ def length(value: int | float | str) -> Amount | None:
     return Amount(int(value), Unit.tokens)
 
 
-def is_too_large(value: Any) -> bool:
-    """Return whether a value that is no span is written as tokens, of which there are too many."""
-    return isinstance(value, str) and span(value) is None and _TOKENS.fullmatch(value.strip()) is not None
-
-
 def is_share(value: int | float | str) -> bool:
     """Return whether a span is a share of the run."""
     amount = span(value)

@@ -4,7 +4,6 @@ A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.e
 """
 
 import dataclasses
-import math
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -13,11 +12,10 @@ from enum import Enum
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from precision.errors import UserError
-from trainer.config.phases import LARGEST, Notation, is_too_large
+from trainer.config.phases import LARGEST, Notation
 from trainer.config_diff import printable
 
 GOOD_MATCH = 0.7  # similarity from which on a key is suggested
-LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 ELSEWHERE = 0.88  # the same for a key of another section, for which only the name speaks
 NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
 """Keys whose text must have one of these forms."""
@@ -131,7 +129,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
     if (written := _notation(inner)) is not None:
         amount = written.read(tree) if isinstance(tree, int | float | str) else None
         if amount is None:
-            raise _wrong(key, tree, annotation, "; at most 9000T" if is_too_large(tree) else "")
+            raise _wrong(key, tree, annotation)
         if not amount.number:  # "0%" and "0K", too
             return 0
         return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
@@ -144,22 +142,35 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         if not isinstance(name, str) or name not in inner.__members__:
             raise _wrong(key, tree, annotation)
         return inner[name]
-    if inner is str and isinstance(tree, bool | float) and key not in NO_FREE_TEXT:
-        raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
-    if inner is float and isinstance(tree, str) and re.fullmatch("[+-]?(nan|inf)", tree, re.IGNORECASE):
-        return float(tree)
-    if inner is int and isinstance(tree, float) and tree.is_integer():  # 1e3
-        tree = int(tree)
-    if inner is str and key in NO_FREE_TEXT and not isinstance(tree, str):
+    if inner is str:
+        return _fit_text(tree, annotation, key)
+    if inner is bool:
+        if not isinstance(tree, bool):
+            raise _wrong(key, tree, annotation)
+        return tree
+    return _fit_number(tree, inner, annotation, key)
+
+
+def _fit_text(tree: Any, annotation: Any, key: str) -> str:
+    if key in NO_FREE_TEXT and not isinstance(tree, str):
         raise UserError(f"{key}={shown(tree)}: must be {NO_FREE_TEXT[key]}")
-    if inner is float and isinstance(tree, float) and LARGEST_FP32 < abs(tree) < math.inf:
-        raise _wrong(key, tree, annotation, f" that FP32 can hold, at most {LARGEST_FP32:.1e}")
-    allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
-    if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
+    if isinstance(tree, bool | float):
+        raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
+    if not isinstance(tree, str | int):
         raise _wrong(key, tree, annotation)
-    if inner in (int, float) and isinstance(tree, int) and not -LARGEST <= tree <= LARGEST:
+    return str(tree)
+
+
+def _fit_number(tree: Any, kind: type[int] | type[float], annotation: Any, key: str) -> int | float:
+    if kind is float and isinstance(tree, str) and re.fullmatch("[+-]?(nan|inf)", tree, re.IGNORECASE):
+        return float(tree)
+    if kind is int and isinstance(tree, float) and tree.is_integer():  # 1e3
+        tree = int(tree)
+    if isinstance(tree, bool) or not isinstance(tree, int if kind is int else int | float):
+        raise _wrong(key, tree, annotation)
+    if isinstance(tree, int) and not -LARGEST <= tree <= LARGEST:
         raise _wrong(key, tree, annotation, f", and no more than {LARGEST}")
-    return cast(type, inner)(tree)
+    return kind(tree)
 
 
 def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> UserError:

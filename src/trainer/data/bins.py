@@ -246,9 +246,8 @@ def _allow_open_files(count: int) -> None:
     if soft == resource.RLIM_INFINITY or wanted <= soft:
         return
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        fix = "" if wanted - count >= hard else ", or prepare the data in larger shards (data.shard_mb)"
         raise UserError(
-            f"data: {wanted} files must be open at a time, and a process may hold {hard}: "
-            f"raise that limit (ulimit -Hn){fix}"
+            f"data: {wanted} files must be open at a time, and a process may hold {hard}: raise that limit (ulimit "
+            "-Hn), or prepare the data in larger shards (data.shard_mb)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -14,7 +14,6 @@ from trainer.data.compressed import LONGEST_BYTES, TOO_LONG, unpack_error, whole
 from trainer.data.records import BLOCK_BYTES, Rows, SkipLog, check_column
 
 OPEN = "a quote that is not closed: the rest cannot be read"
-RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
 FIELDS = "more or fewer fields than the header names"
 
 
@@ -58,8 +57,7 @@ def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tupl
             if "end of data" in words:
                 log.add(label, OPEN, f"line {line}", count=0)
                 return
-            why = TOO_LONG if "limit" in words else RETURN if "new-line" in words else f"no CSV: {words}"
-            log.add(label, why, f"line {line}")
+            log.add(label, TOO_LONG if "limit" in words else f"no CSV: {words}", f"line {line}")
             continue
         if row is None:
             return

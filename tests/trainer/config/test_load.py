@@ -151,12 +151,6 @@ def test_every_key_has_a_docstring_line():
         ("trainer.max_steps", 10**20, "must be a whole number or null, and no more than 9007199254740992"),
         ("trainer.max_steps", True, "trainer.max_steps=true: must be a whole number"),
         ("trainer.max_tokens", "10X", "trainer.max_tokens=10X: must be tokens (10B, 1e9) or epochs of the text"),
-        (
-            "trainer.max_tokens",
-            "9200T",
-            "must be tokens (10B, 1e9) or epochs of the text ('3 epochs') or null; at most",
-        ),
-        ("optim.weight_decay", 1e300, "must be a number that FP32 can hold, at most 3.4e+38"),
         ("optim.warmup_steps", 2.5, "must be steps (2000), tokens (10B) or a share of the run (0.02)"),
         ("trainer.max_steps", "???", "trainer.max_steps=???: must be a whole number"),
         ("optim.lr", "fast", "optim.lr=fast: must be a number"),
