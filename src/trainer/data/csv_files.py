@@ -37,12 +37,12 @@ def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: Ski
                 lines.append(line)
                 size += len(values[-1])
                 if size >= BLOCK_BYTES:
-                    yield Rows(values, label, lines, "line")
+                    yield Rows(values, lines, "line", label=label)
                     values, lines, size = [], [], 0
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after line {line}")
     if values:
-        yield Rows(values, label, lines, "line")
+        yield Rows(values, lines, "line", label=label)
 
 
 def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tuple[int, list[str]]]:

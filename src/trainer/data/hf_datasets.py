@@ -157,7 +157,7 @@ class Dataset:
             for table in rows.iter(batch_size=size):
                 values = as_bytes(table.column(0).combine_chunks())
                 numbers = range(done, done + len(values))
-                yield Rows(values, self._label, numbers)
+                yield Rows(values, numbers, label=self._label)
                 done = numbers.stop
         except Exception as error:  # of many classes
             reason = (str(error.__cause__ or error).splitlines() or [""])[0][:200]

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from precision.errors import UserError, counted
 from trainer.config.data import Source, SourceConfig
@@ -113,17 +114,38 @@ class SkipLog:
         self.add(path, why, where, count=0)
 
 
-class Block(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Block(ABC):
     """Some documents of a source."""
 
+    label: str
+    """Its file, or dataset, in messages."""
+    held_out: bool | None = None
+    """Whether all of its documents are; None: each by its hash."""
+
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Approximate bytes of text, used to cut shards and weigh sources. The same at each reading."""
-        ...
 
+    @abstractmethod
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         """Yield its documents in order. Unusable ones go to the log."""
-        ...
+
+    def _document(self, text: str | bytes, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        """Yield one document, if it is usable."""
+        if not text:
+            log.add(self.label, EMPTY, where)
+            return
+        try:
+            data = text.encode() if isinstance(text, str) else text
+            whole = text if isinstance(text, str) else text.decode()
+        except UnicodeDecodeError:
+            log.add(self.label, NOT_UTF8, where)
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
+            log.add(self.label, "not Unicode text", where)
+        else:
+            yield Piece(whole, len(data), True, position(data) < fraction if self.held_out is None else self.held_out)
 
 
 def position(data: bytes) -> float:
@@ -132,27 +154,10 @@ def position(data: bytes) -> float:
 
 
 @dataclass(frozen=True)
-class UnsplitBlock:
-    """A block whose documents are all held out, or all trained on."""
-
-    block: Block
-    held_out: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return self.block.num_bytes
-
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        for piece in self.block.pieces(fraction, log):
-            yield piece._replace(held_out=self.held_out)
-
-
-@dataclass(frozen=True)
-class Lines:
+class Lines(Block):
     """JSON objects, one a line: the bytes [begin, end) of a file, unpacked."""
 
     path: Path
-    label: str
     begin: int
     end: int
     part: SourceConfig
@@ -178,10 +183,10 @@ class Lines:
         place = self.begin
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():  # else no document: an empty one is {"text": ""}
-                yield from self._document(line, Line(self, number, place), fraction, log)
+                yield from self._parsed(line, Line(self, number, place), fraction, log)
             place += len(line) + 1
 
-    def _document(self, line: bytes, where: Line, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def _parsed(self, line: bytes, where: Line, fraction: float, log: SkipLog) -> Iterator[Piece]:
         label, column = self.label, self.part.text_column
         try:
             record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with this mark
@@ -201,7 +206,7 @@ class Lines:
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} {NO_TEXT}", where)
         else:
-            yield from document(record[column] or "", label, where, fraction, log)
+            yield from self._document(record[column] or "", where, fraction, log)
 
     def lines_before(self) -> int | None:
         """Return the number of lines of the file before this block, for a message; None far into a large file, which
@@ -211,28 +216,11 @@ class Lines:
         return None if self.begin > COUNTED_BYTES else lines_before(self.path, self.begin)
 
 
-def document(text: str | bytes, label: str, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:
-    """Yield one document, if it is usable."""
-    if not text:
-        log.add(label, EMPTY, where)
-        return
-    try:
-        data = text.encode() if isinstance(text, str) else text
-        whole = text if isinstance(text, str) else text.decode()
-    except UnicodeDecodeError:
-        log.add(label, NOT_UTF8, where)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
-        log.add(label, "not Unicode text", where)
-    else:
-        yield Piece(whole, len(data), True, position(data) < fraction)
-
-
 @dataclass(frozen=True)
-class Rows:
+class Rows(Block):
     """Texts of rows that had to be read already, and the number of each. None: a row without text."""
 
     values: Sequence[bytes | None]
-    label: str
     numbers: Sequence[int]
     unit: str = "row"
     """What is numbered: rows, or the lines that they begin in."""
@@ -243,21 +231,25 @@ class Rows:
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         for number, value in zip(self.numbers, self.values, strict=True):
-            yield from document(value or "", self.label, f"{self.unit} {number}", fraction, log)
+            yield from self._document(value or "", f"{self.unit} {number}", fraction, log)
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class RowGroup(Block):
     """A row group of a parquet file, or its first `num_rows` rows."""
 
     path: Path
-    label: str
     index: int
     begin: int
     """Rows before it."""
     num_rows: int
-    num_bytes: int
+    size: int
+    """Bytes of its text column."""
     column: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         import pyarrow
@@ -270,7 +262,8 @@ class RowGroup:
                 while row < end and (batch := next(batches, None)) is not None:
                     values = as_bytes(batch.column(self.column)[: end - row])
                     numbers = range(row, row + len(values))
-                    yield from Rows(values, self.label, numbers).pieces(fraction, log)
+                    rows = Rows(values, numbers, label=self.label, held_out=self.held_out)
+                    yield from rows.pieces(fraction, log)
                     row = numbers.stop
         except (OSError, pyarrow.ArrowException):
             log.add(self.label, "the row group cannot be read", f"row {row}", end - row)
@@ -307,14 +300,12 @@ def as_bytes(column) -> list[bytes | None]:
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(Block):
     """A file that is a document, or the bytes [begin, end) of one."""
 
     path: Path
-    label: str
     begin: int
     end: int
-    held_out: bool
     packed: bool = False
     """gz or zst: read as a whole."""
 
@@ -333,7 +324,7 @@ class TextFile:
         try:
             for text in read_pieces(self.path, self.begin, self.end):
                 if waiting is not None:
-                    yield Piece(waiting, len(waiting.encode()), False, self.held_out)
+                    yield Piece(waiting, len(waiting.encode()), False, bool(self.held_out))
                 waiting = text
         except (OSError, UnicodeDecodeError) as error:  # it was readable a moment ago
             why = getattr(error, "strerror", None) or "no longer UTF-8 text"
@@ -341,7 +332,7 @@ class TextFile:
         if waiting is None:
             log.add(self.label, EMPTY, "all of it")
         else:
-            yield Piece(waiting, len(waiting.encode()), True, self.held_out)
+            yield Piece(waiting, len(waiting.encode()), True, bool(self.held_out))
 
     def _unpacked(self, log: SkipLog) -> Iterator[Piece]:
         data = bytearray()
@@ -354,5 +345,4 @@ class TextFile:
         except OSError as error:
             log.lost(self.label, unpack_error(error))
             return
-        for piece in document(bytes(data.removeprefix(BOM_UTF8)), self.label, "all of it", 0.0, log):
-            yield piece._replace(held_out=self.held_out)
+        yield from self._document(bytes(data.removeprefix(BOM_UTF8)), "all of it", 0.0, log)

@@ -36,7 +36,6 @@ from trainer.data.records import (
     RowGroup,
     SkipLog,
     TextFile,
-    UnsplitBlock,
     check_column,
 )
 
@@ -108,11 +107,11 @@ class TrainAndHeldOut:
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         for held_out, source in ((True, self._held_out), (False, self._train)):
             for block in source.blocks(log):
-                yield UnsplitBlock(block, held_out)
+                yield replace(block, held_out=held_out)
 
     def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         for block in self._train.sample(num_bytes, log):
-            yield UnsplitBlock(block, False)
+            yield replace(block, held_out=False)
 
 
 class Files:
@@ -206,12 +205,12 @@ class Files:
             if self._kinds[document.path][0] is Format.text:
                 until = num_bytes
             for block in self._blocks(document, log):
-                if isinstance(block, TextFile) and block.held_out:
+                if block.held_out:
                     continue
                 room = max(int(until - taken), BLOCK_BYTES)
                 if isinstance(block, RowGroup) and block.num_bytes > room:
                     rows = -(-block.num_rows * room // block.num_bytes)
-                    block = replace(block, num_rows=rows, num_bytes=room)
+                    block = replace(block, num_rows=rows, size=room)
                 yield block
                 taken += block.num_bytes
                 if taken >= until:
@@ -226,10 +225,11 @@ class Files:
         path, label = self._corpus.root / document.path, self._label(document.path)
         kind, packed = self._kinds[document.path]
         if self._divided is not None:
-            yield TextFile(path, label, 0, self._divided, held_out=False)
-            yield TextFile(path, label, self._divided, document.num_bytes, held_out=True)
+            yield TextFile(path, 0, self._divided, label=label, held_out=False)
+            yield TextFile(path, self._divided, document.num_bytes, label=label, held_out=True)
         elif kind is Format.text:
-            yield TextFile(path, label, 0, document.num_bytes, document.path in self._held_out, packed)
+            held_out = document.path in self._held_out
+            yield TextFile(path, 0, document.num_bytes, packed, label=label, held_out=held_out)
         elif kind is Format.parquet:
             yield from row_groups(path, label, self.part, log)
         elif kind in (Format.csv, Format.tsv):
@@ -250,7 +250,7 @@ def line_ranges(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Ite
                 file.seek(min(begin + BLOCK_BYTES, size) - 1)
                 if not file.readline(LONGEST_BYTES).endswith(b"\n") and file.tell() < size:
                     raise OSError(errno.EFBIG, f"a line is {TOO_LONG}")
-                yield Lines(path, label, begin, file.tell(), part)
+                yield Lines(path, begin, file.tell(), part, label=label)
                 begin = file.tell()
     except OSError as error:
         log.lost(label, f"cannot be read: {error.strerror}, after byte {begin}")
@@ -261,7 +261,7 @@ def lines_of_packed(path: Path, label: str, part: SourceConfig, log: SkipLog) ->
     begin = lines = 0
     try:
         for data in whole_lines(path):
-            yield Lines(path, label, begin, begin + len(data), part, data, lines)
+            yield Lines(path, begin, begin + len(data), part, data, lines, label=label)
             begin, lines = begin + len(data), lines + data.count(b"\n")
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
@@ -285,7 +285,7 @@ def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iter
     for index in range(meta.num_row_groups):
         group = meta.row_group(index)
         size = group.column(column).total_uncompressed_size
-        yield RowGroup(path, label, index, begin, group.num_rows, size, part.text_column)
+        yield RowGroup(path, index, begin, group.num_rows, size, part.text_column, label=label)
         begin += group.num_rows
 
 
@@ -321,7 +321,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
                 raise UserError(f"{part.key}.path={part.path}: has no text to repeat: leave it out of data.mix")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
-        if not (isinstance(block, UnsplitBlock | TextFile) and block.held_out):
+        if not block.held_out:
             shares[source] = shares[source] or _share_of_text(block)
             taken[source] += block.num_bytes * shares[source]
         yield MixedBlock(source, block, source in ended)
@@ -330,8 +330,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Mixed
 def _share_of_text(block: Block) -> float:
     """Return the share of a block's bytes that is text of documents, where other keys stand beside it; 1 if it has
     none."""
-    inside = block.block if isinstance(block, UnsplitBlock) else block
-    if not isinstance(inside, Lines):
+    if not isinstance(block, Lines):
         return 1.0
-    text = sum(piece.num_bytes for piece in inside.pieces(0.0, SkipLog(strict=False)))
-    return text / inside.num_bytes if text else 1.0
+    text = sum(piece.num_bytes for piece in block.pieces(0.0, SkipLog(strict=False)))
+    return text / block.num_bytes if text else 1.0
