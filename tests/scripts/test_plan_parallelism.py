@@ -100,8 +100,8 @@ def test_a_run_is_planned_with_its_own_settings(tmp_path: Path, plan_parallelism
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set a number above 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (
-            ["--gpus", "8", "--memory", "60", "model=deepseek_v3"],
-            "--gpus=8: no layout fits into 60 GiB a GPU; take more GPUs (256 would do)",
+            ["--gpus", "8", "--memory", "60", "model=deepseek_v3", "model.num_layers=10"],
+            "--gpus=8: no layout fits into 60 GiB a GPU; take more GPUs (64 would do)",
         ),
         (["--gpus", "8", "--memory", "0.01"], "; take GPUs with more (no number of these is enough)\n"),  # nor tokens
         (

@@ -63,7 +63,8 @@ def died(config: Config, step: int) -> None:
 
 def test_a_run_that_dies_at_each_boundary_gives_the_bits_of_one_that_did_not(config: Configs) -> None:
     """With a step that is skipped, the first of a larger batch: nothing moves."""
-    keys = (*RUN, "precision=fp8_delayed", "run.resume=auto", "debug.inject={step: 5, where: gradient, value: nan}")
+    keys = (*RUN, "precision=fp8_delayed", "trainer.microbatch_size=2", "run.resume=auto")
+    keys += ("debug.inject={step: 5, where: gradient, value: nan}",)
     whole = Trainer(config(*keys, "run.name=whole"))
     assert seen(whole) == [(size, length + 1) for size, length in zip(SIZES, LENGTHS, strict=True)]
     for step in (5, 7, 9, 10):

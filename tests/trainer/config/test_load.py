@@ -26,7 +26,8 @@ from trainer.forecast.preflight import check
 CONFIGS = Path(__file__).parents[3] / "configs"
 GROUPS = {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONFIGS.iterdir() if folder.is_dir()}
 RECIPES = [name for name in GROUPS["recipe"] if name in GROUPS["precision"]]  # the others pick a whole run
-CHOICES = [f"{'+' if group == 'recipe' else ''}{group}={name}" for group, names in GROUPS.items() for name in names]
+# models and recipes of a precision meet below, whole recipes in forecast/test_recipes.py
+CHOICES = [f"{group}={name}" for group, names in GROUPS.items() for name in names if group not in ("model", "recipe")]
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def test_there_is_a_choice_in_every_group_that_the_readme_names():
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_config_file_composes_loads_and_can_be_trained(choice: str, tmp_path: Path):
+def test_every_other_config_file_composes_loads_and_can_be_trained(choice: str, tmp_path: Path):
     folder = [f"data.path={tmp_path}"] if choice in ("data=text", "data=files", "data=hf", "data=bins") else []
     config = load(composed(choice, *folder))
     assert isinstance(config, Config)
@@ -208,7 +209,7 @@ def test_load_leaves_its_input_alone(plain: dict[str, Any]):
 ALL_KEYS = sorted(key for key in keys_of(Config) if "[]" not in key)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(key=st.sampled_from(ALL_KEYS), data=st.data())
 def test_a_slip_of_the_finger_is_refused_and_a_real_key_named(plain: dict[str, Any], key: str, data: st.DataObject):
     at = data.draw(st.integers(key.rfind(".") + 1, len(key) - 1), label="place")

@@ -88,8 +88,15 @@ def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
 
 
 def test_more_gpus_hold_a_model_with_symmetric_dispatch_too() -> None:
-    given = "model=deepseek_v3", "gpu=h100", "trainer.global_batch_size=8", "trainer.microbatch_size=1"
-    said = asked(*given, "parallel.shard=8", "parallel.expert=8", "parallel.dispatch=symmetric", ranks=8)
+    given = "model=deepseek_v3", "model.num_layers=10", "gpu=h100", "trainer.global_batch_size=8"
+    said = asked(
+        *given,
+        "trainer.microbatch_size=1",
+        "parallel.shard=8",
+        "parallel.expert=8",
+        "parallel.dispatch=symmetric",
+        ranks=8,
+    )
     assert said is not None and re.search(r"\d+ such GPUs hold it", said), said
 
 
