@@ -248,10 +248,8 @@ def test_checks_that_no_process_is_left_to_run_count_as_wrong(
 
     def fine(device: torch.device) -> None: ...
 
-    anywhere = {"is_for": lambda device: True}
-    monkeypatch.setattr(
-        selftest, "CHECKS", [Check("a", raises, (), **anywhere), Check("b", fine, (), **anywhere), Check("c", fine, ())]
-    )
+    checks = [Check(op, check, (), is_for=lambda _: True) for op, check in (("a", raises), ("b", fine))]
+    monkeypatch.setattr(selftest, "CHECKS", [*checks, Check("c", fine, ())])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(sys, "argv", ["selftest"])
     assert selftest.main() == 0
