@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from precision.errors import UserError
 from trainer.checkpoint import as_given, checkpoint_step, list_checkpoints
 from trainer.files import refuse_link
-from trainer.run.names import CHECKPOINTS, CONFIG, LOGS
+from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, LOGS
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -79,6 +79,8 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"), None
         path = parent / name
         state = state_of(path)
+        if resume == "auto":
+            _check_config(path, f"run.name={name}")
         if state == "foreign" or (state == "run" and resume == "never"):
             raise exists_already(path, state)
         return path, None
@@ -98,11 +100,19 @@ def named_by(resume: str, restarted: bool = False) -> tuple[Path, Path | None]:
     target = as_given(Path(resume))
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
+    _check_config(path, f"run.resume={resume}")
     if not (restarted or os.path.isdir(target)) or not os.path.isfile(path / CONFIG):
         raise UserError(
             f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
         )
     return path, checkpoint
+
+
+def _check_config(path: Path, setting: str) -> None:
+    """Raise UserError for a run folder that lacks its config; its checkpoints have it, too."""
+    if list_checkpoints(path / CHECKPOINTS) and (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "make an empty one, and the settings of its newest checkpoint are used"
+        raise UserError(f"{setting}: {path / CONFIG} is missing; {fix}")
 
 
 def check_links(path: Path) -> None:

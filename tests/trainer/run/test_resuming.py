@@ -248,3 +248,14 @@ def test_secrets_that_change_are_reported_without_their_values(runs: Path, opene
     run = opened(runs, resume="auto", texts={**TEXTS, "config.yaml": config % (2, 2)})
     said = " ".join(note.message for note in run.notes)
     assert "health.alerts.webhook" in said and "health.alerts.command" in said and "PRIVATE" not in said
+
+
+def test_a_run_without_its_config_is_named_and_told_how_to_resume(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "runs", checkpoints=(100,))
+    (path / "config.yaml").unlink()
+    with pytest.raises(
+        ValueError, match=r"a/config\.yaml is missing; make an empty one, and the settings of its newest"
+    ):
+        locate(tmp_path, None, str(path), "")
+    (path / "config.yaml").touch()
+    assert locate(tmp_path, None, str(path), "") == (path, None)
