@@ -45,6 +45,9 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         reconfigure(errors="replace")  # a terminal that cannot show a character shows a substitute
     handlers, is_script = {}, rank_group is None

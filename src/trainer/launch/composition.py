@@ -53,7 +53,21 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     arguments, from_run = _from_run(sys.argv[1:]) if own else (sys.argv[1:], None)
     arguments = [_as_text(_ENTRY.sub(r"\1.\2", argument)) for argument in arguments]
     for argument in arguments:
-        _check(configs, argument)
+        shown = argument.encode(errors="backslashreplace").decode()
+        if shown != argument:
+            raise UserError(f"{shown}: not UTF-8, as a run's config has to be; rename the file or folder")
+        key, _, value = argument.lstrip("+~").partition("=")
+        if argument and not key:  # as of $KEY=VALUE without a KEY
+            raise UserError(f"{argument}: it has no key; write KEY=VALUE")
+        if key in HYDRA_FOLDERS:
+            raise UserError(
+                f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
+                f"run.dir={value if key.endswith('.dir') else 'runs'}"
+            )
+        if key and (configs / key.partition("@")[0]).is_dir() and not argument.startswith("~"):
+            _check_choice(configs, argument)
+        if key == "recipe":
+            _check_recipes(configs, argument, value)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
 
     def settings(overrides: list[str], **more: Any) -> OwnSettings | None:
@@ -119,17 +133,26 @@ def _as_text(argument: str) -> str:
     return f"{key}{equals}{_NUMBERS.sub(quoted, value)}"
 
 
-def _check(configs: Path, argument: str) -> None:
-    """Raise UserError for what Hydra would take: folders of its own, and recipes of ours in a list, one of which
-    replaces the whole choice, or the model, of one before it."""
-    key, _, value = argument.lstrip("+~").partition("=")
-    if key in HYDRA_FOLDERS:
-        raise UserError(
-            f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
-            f"run.dir={value if key.endswith('.dir') else 'runs'}"
-        )
-    if key != "recipe":
+def _check_choice(configs: Path, argument: str) -> None:
+    """Raise UserError for a choice that is no name, where Hydra would end in an error of its own or a traceback."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        given = OverridesParser.create().parse_override(argument)
+    except HydraException:  # it is explained with those of other keys
         return
+    value = given.value()
+    names = value if isinstance(value, list) else [value]
+    if given.is_sweep_override() or all(isinstance(name, str | dict) for name in names):
+        return
+    group = given.key_or_group
+    options = ", ".join(sorted(file.stem for file in (configs / group).glob("*.yaml")))
+    raise UserError(f"{argument}: {group} is chosen by a name, or a list of names ({options})")
+
+
+def _check_recipes(configs: Path, argument: str, value: str) -> None:
+    """Raise UserError if one of Octet's recipes in a list replaces the whole choice, or the model, of one before it."""
     files = {name: configs / "recipe" / f"{name}.yaml" for name in re.findall(r"[\w.-]+", value)}
     if not re.fullmatch(r"\[[^][]*\]", value) or not all(file.is_file() for file in files.values()):
         return
@@ -148,14 +171,16 @@ def _check(configs: Path, argument: str) -> None:
 def _check_sections(tree: "DictConfig") -> None:
     """Raise now what `load` would raise about the sections that are read before it: a value in place of one, or an
     interpolation of nothing."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        sections = [OmegaConf.to_container(tree[name], resolve=True) for name in ("run", "trainer") if name in tree]
-        if all(isinstance(section, dict) for section in sections):
+        sections = [tree[name] for name in ("run", "trainer") if name in tree]
+        if all(isinstance(section, DictConfig) for section in sections):
+            for section in sections:
+                OmegaConf.to_container(section, resolve=True)
             return
-    except (OmegaConfBaseException, ValueError):  # ValueError: of a value
+    except OmegaConfBaseException:
         pass
     from trainer.config import load
 
@@ -242,6 +267,9 @@ def _read_by_hydra(configs: Path, task: Callable[[], None]) -> None:
         raise
     except OmegaConfBaseException:  # some are ValueErrors, too
         raise
+    except UnicodeDecodeError as error:
+        near = error.object[: error.start].decode(errors="replace").split("\n")[-1]
+        raise UserError(f"a file of configs is not UTF-8 text, after {near!r}; save it as UTF-8") from error
     except ValueError as error:
         raise UserError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
     with contextlib.suppress(OSError):  # its disk may be full, or its terminal closed: unbuffered, "" fails there, too

@@ -99,7 +99,11 @@ MISTAKES = {
     "+recipe=[300m_h100,1b_8xh100]": "1b_8xh100 replaces the model and precision of 300m_h100; write +recipe=1b_8xh100",
     "+recipe=[bf16,fp8_jit]": "fp8_jit replaces the precision of bf16; write +recipe=fp8_jit",
     "+recipe=[cpu_demo,fp8_delayd]": "recipe=fp8_delayd: there is no such recipe; did you mean fp8_delayed?",
-    "model=null": "the command line cannot be read (Config group override must be a string or a list. Got NoneType)",
+    "model=[1]": "model=[1]: model is chosen by a name, or a list of names (deepseek_100m,",
+    "optim=[[a]]": "optim=[[a]]: optim is chosen by a name, or a list of names (adamw_cosine,",
+    "model=null": "model=null: model is chosen by a name",
+    "+recipe=3": "+recipe=3: recipe is chosen by a name, or a list of names (",
+    "model=deepseek_tny": "did you mean deepseek_tiny?",
     "+model=deepseek_300m": "model is chosen twice",
     "+model=deepseek_tiny": "model is chosen twice",
     "++recipe=bf16": "++recipe=bf16: ++ is for keys; choose with +recipe=bf16",
@@ -120,8 +124,11 @@ MISTAKES = {
     "~precision": "precision=null: must be a section with the keys name,",
     "run=foo": "run=foo: must be a section with the keys name, dir",
     "--config-name=nope": "Cannot find primary config 'nope'",
+    "=3": "=3: it has no key; write KEY=VALUE",  # $KEY=3 without a KEY
+    "+=x": "+=x: it has no key; write KEY=VALUE",
     "run.dir=~/runs": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
+    "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
     "trainer.phases[0].until=5": "trainer.phases[0]: there is no such entry; write the whole list, as",
     "optim.betas[1]=x": "optim.betas[1]=x: must be a number",
     "data.mix={name:a}": "data.mix={name:a}: must be a list of sections, as [a,b]",
@@ -176,6 +183,10 @@ def test_the_trainer_gets_the_config_and_what_the_user_gave(call: Call, recorder
             "recipe.optim.lr=0.001: there is no such key; the first line of a recipe's file is # @pac",
         ),
         (b"", "recipe={}: there is no such key; the first line of a recipe's file is # @package _global_"),
+        (
+            b"# @package _global_\n# caf\xe9 au lait",
+            "a file of configs is not UTF-8 text, after '# caf'; save it as UTF-8",
+        ),
         (b"# @package _global_\noptim: {lr: 1e-3", 'mine.yaml", line 2'),
         (b"# @package _global_\noptim: {lrr: 1e-3}", "optim.lrr=0.001: there is no such key; did you mean optim.lr?"),
     ],
@@ -325,6 +336,12 @@ def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: py
     assert call(*arguments) == 2
     (advice,) = re.findall("'(precision.rules.exceptions=.*)'", capsys.readouterr().err)
     assert call(*arguments, advice) == 0
+
+
+def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.MonkeyPatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
 
 
 def test_a_letter_that_the_terminal_lacks_ends_no_program(monkeypatch: pytest.MonkeyPatch):
