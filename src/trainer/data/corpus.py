@@ -129,18 +129,26 @@ def walk(
     root: Path, exclude: Sequence[str], links: bool = True, on_error: Callable[[OSError], None] | None = None
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the folders below `root`, with the names of their files; none that is hidden, and no folder in `exclude`.
-    A folder that several paths lead to is read once. links: also folders behind links."""
+    A folder that several paths lead to is read once, under the path without links if `root` has one. links: also
+    folders behind links."""
     seen: set[tuple[int, int]] = set()
+    place = Path(os.path.realpath(root))
+
+    def is_reached_here(path: str) -> bool:
+        """Return whether a folder is no link to one that is reached without it."""
+        if not os.path.islink(path):
+            return True
+        real = Path(os.path.realpath(path))
+        return not (real.is_relative_to(place) and _is_entered(real.relative_to(place).parts, exclude))
+
     for folder, folders, names in os.walk(root, onerror=on_error, followlinks=links):
         status = os.stat(folder)
-        if (place := (status.st_dev, status.st_ino)) in seen:
+        if (identity := (status.st_dev, status.st_ino)) in seen:
             folders.clear()
             continue
-        seen.add(place)
-        folders[:] = [name for name in folders if _is_entered([name], exclude)]
-        folders.sort(
-            key=lambda name: (os.path.islink(os.path.join(folder, name)), name)
-        )  # links after what they lead to
+        seen.add(identity)
+        entered = sorted(name for name in folders if _is_entered([name], exclude))
+        folders[:] = [name for name in entered if is_reached_here(os.path.join(folder, name))]
         yield folder, [name for name in names if not name.startswith(".")]
 
 

@@ -1,7 +1,7 @@
 """Progress of preparing data: a bar for each stage on a terminal, a line elsewhere, nothing from the cache."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -20,7 +20,8 @@ def bars() -> Iterator[Report]:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=total or None)
                 if not console.is_terminal:
-                    print(what, flush=True)
+                    with suppress(OSError):  # of a lost output, which `prepare` would take for one of its files
+                        print(what, flush=True)
             progress.update(tasks[what], completed=done, total=total or None)
 
         yield show

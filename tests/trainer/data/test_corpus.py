@@ -134,14 +134,15 @@ def test_a_folder_in_which_nothing_can_be_read_is_named(
 
 def test_folders_behind_links_are_read_once(make_config: Callable[..., DataConfig], tmp_path: Path) -> None:
     root, big = tmp_path / "root", tmp_path / "big"
-    for name in ("root/own/a.txt", "root/.store/b.txt", "big/wiki/c.txt", "big/d.txt"):
+    for name in ("root/own/a.txt", "root/.store/b.txt", "root/own/later/e.txt", "big/wiki/c.txt", "big/d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     for name, to in {"again": root / "own", "hidden": root / ".store", "linked": big, "wiki": big / "wiki"}.items():
         (root / name).symlink_to(to)
+    (root / "own" / "earlier").symlink_to(root / "own" / "later")
     (big / "back").symlink_to(root)  # loops
     (big / "up").symlink_to(tmp_path)
-    expected = ["hidden/b.txt", "linked/d.txt", "linked/wiki/c.txt", "own/a.txt"]
+    expected = ["hidden/b.txt", "linked/d.txt", "linked/wiki/c.txt", "own/a.txt", "own/later/e.txt"]
     assert paths(make_config(root, glob="**/*.txt")) == expected
 
 

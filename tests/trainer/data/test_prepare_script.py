@@ -1,9 +1,15 @@
 """scripts/prepare_data.py prepares what the command line names, and says in one line what is wrong with it."""
 
+import errno
+import io
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+
+from trainer.data import DataConfig, prepare
+from trainer.data.progress_bars import bars
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -39,3 +45,13 @@ def test_a_folder_that_no_run_could_name_is_refused_before_anything_is_written(t
     message = "--out=data\\udcff: not UTF-8, as data.path of a run has to be; choose another folder"
     assert result.stderr == f"octet: error: {message}\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lost_output_does_not_end_the_preparation(own_corpus: Path, make_config: Callable[..., DataConfig]) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with redirect_stdout(Full()) as output, bars() as show:
+        assert prepare(make_config(own_corpus), 512, show).built
+    assert output.getvalue() == "training the tokenizer\npacking the text\n"
