@@ -188,49 +188,13 @@ def input_gradients(
     if casts.forward is None or casts.grad is None:
         dx, dweight, dw1, dw2 = _backward_bf16(dy, x, x_rows, y1, to, w1, w2, casts, out)
         return dx, dweight, amaxes, dw1, dw2
-    forward, (dy_amax, d1_amax) = casts.forward, (amaxes[0], amaxes[1])
-    mode = casts.mode
-    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
-    inv1 = y1_inv if casts.narrow else None
-    if to is None:
-        d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
-        if is_sampled():
-            show_rows(dy_place, dy, d, d_inv, casts.grad.fmt)
-    elif mode == const.BLOCK.value:
-        d, d_inv, dt, dt_inv = cast_blocks(
-            dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
-        )
-        if is_sampled():
-            part = every(d)
-            live = to.token[part]
-            show(dy_place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], casts.grad.fmt, live)
-    else:
-        d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
-        if is_sampled():
-            show_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
-        d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
-    assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
+    forward, inv1 = casts.forward, y1_inv if casts.narrow else None
+    d, d_inv, dt, dt_inv = _cast_dy(dy, dy_scale, amaxes[0], casts.grad, to, dy_place)
     dh = _nt(d, d_inv, _in_order(w2), w2_inv, casts, to)
     del d
-    if mode == const.TENSOR.value:
-        d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
-            dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward, inv1
-        )
-        d1t_inv, ht_inv = d1_inv, h_inv[0]
-    elif mode == const.ROW.value:
-        d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward, inv1)
-        d1t, d1t_inv = transpose(d1, d1_inv, casts.grad, ends)
-        ht, ht_inv = transpose(h8, h_inv, casts.forward, ends)
-    elif dh.shape[1] % 128 == 0:
-        d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
-            dh, y1, weight, ends, d1_amax, casts.grad, forward, inv1
-        )
-    else:  # a block has columns of gate and of up
-        d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None, inv1)
-        d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
-        unseen = torch.zeros((), device=h.device)
-        _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
-    assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
+    d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = _through_swiglu(
+        dh, y1, inv1, h_inv, to, d1_scale, amaxes[1], forward, casts.grad
+    )
     if is_sampled():
         _sample_d1(dh, y1, inv1, d1, d1_inv, to, casts.grad, d1_place)
     del dh
@@ -248,6 +212,52 @@ def input_gradients(
         return _wgrad(d1t, d1t_inv, xt, xt_inv, casts, to, out)
 
     return dx, dweight, amaxes, dw1, partial(_wgrad, dt, dt_inv, ht, ht_inv, casts, to, out)
+
+
+def _cast_dy(
+    dy: Tensor, scale: Tensor, amax: Tensor, how: Cast, to: Route | None, place: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dy in FP8, in the experts' order, and its transposed copy, each with its inverse scales."""
+    if to is not None and how.mode == const.BLOCK.value:
+        d, d_inv, dt, dt_inv = cast_blocks(dy, amax, how, rows=True, transposed=True, ends=to.ends, token=to.token)
+        if is_sampled():
+            part = every(d)
+            live = to.token[part]
+            show(place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], how.fmt, live)
+    else:
+        d, d_inv, dt, dt_inv = cast(dy, scale, amax, how, transposed=to is None)
+        if is_sampled():
+            show_rows(place, dy, d, d_inv, how.fmt)
+        if to is not None:
+            d, d_inv, dt, dt_inv = gather_transposed(d, d_inv, to.token, to.ends, how, rows=True)
+    assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
+    return d, d_inv, dt, dt_inv
+
+
+def _through_swiglu(
+    dh: Tensor, y1: Tensor, y1_inv: Tensor | None, h_inv: Tensor, to: Route | None, scale: Tensor, amax: Tensor,
+    forward: Cast, grad: Cast,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return [dg, du] in FP8, its transposed copy and h's, each with its inverse scales; and the addends of the router
+    weights' gradient."""
+    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    if grad.mode == const.TENSOR.value:
+        d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
+            dh, y1, weight, ends, h_inv, scale, amax, grad, forward, y1_inv
+        )
+        return d1, d1_inv, d1t, d1_inv, ht, h_inv[0], dw
+    if grad.mode == const.ROW.value:
+        d1, h, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, amax, grad, forward, y1_inv)
+        return d1, d1_inv, *transpose(d1, d1_inv, grad, ends), *transpose(h, h_inv, forward, ends), dw
+    if dh.shape[1] % 128 == 0:
+        return swiglu_backward_blocks(dh, y1, weight, ends, amax, grad, forward, y1_inv)
+    # a block has columns of gate and of up
+    exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, amax, None, None, y1_inv)
+    d1, d1_inv, d1t, d1t_inv = cast_blocks(exact, amax, grad, rows=True, transposed=True, ends=ends)
+    unseen = torch.zeros((), device=h.device)
+    _, _, ht, ht_inv = cast_blocks(h, unseen, forward, rows=False, transposed=True, again=True, ends=ends)
+    assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
+    return d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw
 
 
 @fake(ffn_backward)
