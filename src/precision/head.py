@@ -29,16 +29,14 @@ words.
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from precision.backends import Backend, GradOperand, WeightOperand, get_backend
+from precision.backends import Backend, GradOperand, get_backend
 from precision.cross_entropy import VocabularySplit, cross_entropy, cross_entropy_rows, mean_weight, split_rows
-from precision.linear import Linear
+from precision.linear import Linear, quantize
 from precision.rows import TE, GemmRecipe
-from precision.scaling import scale_from_amax
+from precision.scaling import Slot, scale_from_amax
 
 _CHUNK_BYTES = 1 << 28  # size of a chunk's logits
 _MIN_ROWS = 2048  # with fewer, wgrad would take longer to move its FP32 sum than to multiply
@@ -63,16 +61,12 @@ def linear_cross_entropy(
     """
     if split is not None:
         h_BSD = split.gather(h_BSD)
-    recipe, operand = lm_head.recipe, lm_head.operand
-    if not is_chunked(recipe):
+    if not is_chunked(lm_head.recipe):
         return cross_entropy(lm_head(h_BSD), target_BS)
-    assert operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
     h_TD, target_T = h_BSD.flatten(0, -2), target_BS.flatten()
-    slots = lm_head.input_slot, lm_head.grad_slot
-    rows = [None if slot is None else getattr(slot, key) for slot in slots for key in ("scale", "amax", "place")]
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, recipe, loss_scale, split, *rows)
-    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False, None, split)[0]
+        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, lm_head, target_T, loss_scale, split)
+    return _in_chunks(h_TD, lm_head, target_T, None, False, None, split)[0]
 
 
 def is_chunked(recipe: GemmRecipe) -> bool:
@@ -94,16 +88,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx,
         h_TD: Tensor,
         weight_VD: Tensor,
-        operand: WeightOperand,
+        lm_head: Linear,
         target_T: Tensor,
-        recipe: GemmRecipe,
         loss_scale: Tensor | None,
         split: VocabularySplit | None,
-        *rows: Tensor | None,
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
         wants_dw = ctx.needs_input_grad[1]
-        loss, dw_VD, scale = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, wants_dw, loss_scale, split)
+        loss, dw_VD, scale = _in_chunks(h_TD, lm_head, target_T, dh_TD, wants_dw, loss_scale, split)
         ctx.save_for_backward(dh_TD, dw_VD, scale)
         ctx.weight_dtype, ctx.ranks = weight_VD.dtype, 1 if split is None else split.size
         return loss
@@ -117,43 +109,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dw_VD is not None:
             into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
             dw_VD = torch.mul(dw_VD, factor, out=into)
-        return dh_TD, dw_VD, *(None,) * 11
+        return dh_TD, dw_VD, *(None,) * 4
 
 
 def _in_chunks(
     h_TD: Tensor,
-    operand: WeightOperand,
+    lm_head: Linear,
     target_T: Tensor,
-    arena_rows: Sequence[Tensor | None],
-    recipe: GemmRecipe,
     dh_TD: Tensor | None,
     wants_dw: bool,
     loss_scale: Tensor | None,
     split: VocabularySplit | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss, dw [V, D] FP32 if wanted, and the gradient for which dw is made, 0-d FP32 (None: 1); write dh
-    into dh_TD if given.
-
-    arena_rows: scale, amax and place of x and of dz, if they are cast.
-    """
-    backend = get_backend(recipe.backend)
+    into dh_TD if given."""
+    recipe, operand, backend = lm_head.recipe, lm_head.operand, get_backend(lm_head.recipe.backend)
+    assert operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
     mean, scale = mean_weight(target_T), loss_scale
     weight = mean if loss_scale is None else mean * loss_scale
     if recipe.is_fp8 and recipe.scaling.power_of_two and loss_scale is None:
         weight = scale_from_amax(1 / mean, 1.0, 0, True)
         scale = weight / mean
-    gradient = wants_dw or dh_TD is not None
-    losses, dw_VD = [], None
-    x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place = arena_rows
-    x_inv = None
-    if recipe.is_fp8:
-        assert x_scale is not None and x_amax is not None, "precision.bind(model, ...) has not been called"
-        x_TD, x_inv = backend.quantize(h_TD.detach(), x_scale, x_amax, recipe.input, recipe, x_place)
-        if bounds_gradient(recipe):
-            margin, power_of_two = recipe.scaling.margin, recipe.scaling.power_of_two
-            dz_scale = scale_from_amax(weight, recipe.grad.max, margin, power_of_two)
-    else:
-        x_TD = h_TD
+    x_TD, x_inv = h_TD, None
+    if lm_head.input_slot is not None:
+        x_TD, x_inv = quantize(h_TD, lm_head.input_slot, recipe)
+    bound = None
+    if bounds_gradient(recipe):
+        bound = scale_from_amax(weight, recipe.grad.max, recipe.scaling.margin, recipe.scaling.power_of_two)
+    gradient, losses, dw_VD = wants_dw or dh_TD is not None, [], None
     rows = chunk_rows(len(h_TD), operand.data.shape[0], recipe.output.bytes)
     for start in range(0, len(h_TD), rows):
         part = slice(start, start + rows)
@@ -165,21 +148,28 @@ def _in_chunks(
         else:
             losses.append(split_rows(z_cV, target_T[part], weight, gradient, split))
         if gradient:
-            if dz_scale is None or dz_amax is None:
-                dz_cV = z_cV.to(recipe.grad.dtype)
-                dz = GradOperand(dz_cV, dz_cV)
-            else:
-                dz = backend.quantize_grad(z_cV, dz_scale, dz_amax, recipe, dz_place)
+            dz = _gradient_operand(z_cV, lm_head.grad_slot, bound, backend, recipe)
             if dh_TD is not None:
                 dh_TD[part] = backend.dgrad(dz, operand, None, recipe)
             if wants_dw:
                 dw_VD = _add_wgrad(dw_VD, dz, x_cD, inv, backend, recipe)
-            dz_cV = dz = None
+            del dz
         del z_cV  # before the next chunk's logits are made
     loss_T = torch.cat(losses) if losses else weight.new_zeros(0)
     if loss_scale is None:
         return (loss_T if scale is None else loss_T / weight * mean).sum(), dw_VD, scale
     return loss_T.sum() / loss_scale, dw_VD, scale
+
+
+def _gradient_operand(
+    dz: Tensor, slot: Slot | None, scale: Tensor | None, backend: Backend, recipe: GemmRecipe
+) -> GradOperand:
+    """Return dz as its GEMMs read it; in FP8 with a slot. scale: instead of the slot's."""
+    if slot is None:
+        dz = dz.to(recipe.grad.dtype)
+        return GradOperand(dz, dz)
+    own, amax = slot.rows
+    return backend.quantize_grad(dz, own if scale is None else scale, amax, recipe, slot.place)
 
 
 def _add_wgrad(
