@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from kernel_layers import DEVICE, Layers, build
+from torch import Tensor
 
 from precision import (
-    Feed,
-    GroupedLinear,
-    Linear,
     Operand,
-    Plan,
     PrecisionConfig,
-    ScalingArena,
     begin_step,
-    bind,
     expert_ffn,
     gated_ffn,
     linear_cross_entropy,
@@ -28,7 +23,6 @@ from precision.scaling import step_scale
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CURRENT = {"scaling__method": "current", "scaling__granularity": "tensor", "scaling__power_of_two": False}
 ROW = {"scaling__method": "current", "scaling__granularity": "row", "scaling__power_of_two": True}
 RECIPES = {
@@ -41,45 +35,6 @@ RECIPES = {
 }
 ON_GPU = torch.cuda.is_available()  # else interpreted, which takes its time: fewer shapes
 CHOSEN = list(RECIPES) if ON_GPU else ["bf16", "delayed", "row", "block"]
-
-
-class Layers(nn.Module):
-    """A norm's gain and the layers that a test names: casting weights takes most of the interpreter's time."""
-
-    alone: Linear
-    up: Linear
-    down: Linear
-    grouped: GroupedLinear
-    ups: GroupedLinear
-    downs: GroupedLinear
-
-    def __init__(self, config: PrecisionConfig, backend: str, sizes: tuple[int, int, int], parts: tuple[str, ...]):
-        super().__init__()
-        (width, inner, experts), self.plan, self.kernels = sizes, Plan(config, 1), backend
-        ops = {"alone": "attn.o", "up": "ffn", "down": "ffn"}
-        for part in parts:
-            k, n = {"up": (width, 2 * inner), "down": (inner, width)}.get(part.rstrip("s"), (width, inner))
-            op, many = ops.get(part, "moe.experts"), (1, 1.0) if part in ops else (experts, 2.0)
-            row = self.plan.gemm(f"layers.0.{op}.{part}", op, k, n, *many)
-            row = replace(row, recipe=replace(row.recipe, backend=backend))
-            setattr(self, part, Linear(row) if part in ops else GroupedLinear(row))
-        self.gain = nn.Parameter(torch.ones(width))
-        self.feed = self.feed_of("up", "ups", tensor=True)
-        self.grouped_feed, self.down_feed, self.downs_feed = map(self.feed_of, ("grouped", "down", "downs"))
-
-    def feed_of(self, *parts: str, tensor: bool = False) -> Feed:
-        return Feed(*(getattr(self, part) for part in parts if hasattr(self, part)), tensor=tensor)
-
-
-def build(
-    config: PrecisionConfig, backend: str, sizes: tuple[int, int, int], *parts: str
-) -> tuple[Layers, ScalingArena]:
-    torch.manual_seed(1)
-    layers = Layers(config, backend, sizes, parts)
-    for parameter in layers.parameters():
-        nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
-    layers.to(DEVICE)
-    return layers, bind(layers, layers.plan, DEVICE)
 
 
 def error(ours: Tensor, exact: Tensor) -> float:

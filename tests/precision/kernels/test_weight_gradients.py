@@ -1,67 +1,38 @@
 """A weight gradient leaves its kernel in the dtype of the weight that autograd sees: BF16 is FP32 rounded once."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from kernel_layers import DEVICE, Layers, build
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision import (
-    Feed,
-    GroupedLinear,
-    Linear,
-    Plan,
-    PrecisionConfig,
-    begin_step,
-    bind,
-    expert_ffn,
-    gated_ffn,
-    gemm_layers,
-)
+from precision import Feed, PrecisionConfig, begin_step, expert_ffn, gated_ffn, gemm_layers
 from precision.deferred import WeightGradientQueue
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
 ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
-KINDS = [("cuda", kind) for kind in ("linear", "grouped", "ffn", "experts")]
-KINDS += [("reference", kind) for kind in ("linear", "grouped")]  # of which its feed-forward layers are composed
+KINDS = {"linear": ["up"], "grouped": ["ups"], "ffn": ["up", "down"], "experts": ["ups", "downs"]}
+RUNS = [("cuda", kind) for kind in KINDS]
+RUNS += [("reference", kind) for kind in ("linear", "grouped")]  # of which its feed-forward layers are composed
 ROWS, WIDTH, INNER, EXPERTS = 7, 48, 32, 2
 
 
-class _Layer(nn.Module):
-    """Of a kind: a linear, a stack of experts' linears, or the feed-forward layer of either."""
-
-    def __init__(self, config: PrecisionConfig, backend: str, kind: str):
-        super().__init__()
-        self.kind, self.plan = kind, Plan(config, 1)
-        grouped, whole = kind in ("grouped", "experts"), kind in ("ffn", "experts")
-        op = "moe.experts" if grouped else "ffn"
-
-        def layer(name: str, k: int, n: int) -> nn.Module:
-            row = self.plan.gemm(f"layers.0.{op}.{name}", op, k, n, EXPERTS if grouped else 1)
-            row = replace(row, recipe=replace(row.recipe, backend=backend))
-            return GroupedLinear(row) if grouped else Linear(row)
-
-        self.up = layer("up", WIDTH, 2 * INNER)
-        self.down = layer("down", INNER, WIDTH) if whole else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.up, Linear):
-            return (
-                self.up(x) if not isinstance(self.down, Linear) else gated_ffn(x, self.up, self.down, Feed(self.down))
-            )
-        assert isinstance(self.up, GroupedLinear)
-        if not isinstance(self.down, GroupedLinear):
-            return self.up(x, torch.tensor([3, ROWS], device=DEVICE).int())
-        expert = torch.arange(ROWS, device=DEVICE)[:, None] % EXPERTS
-        return expert_ffn(
-            x, expert, torch.full((ROWS, 1), 0.5, device=DEVICE), self.up, self.down, down_feed=Feed(self.down),
-            rows_feed=Feed(self.up), combine=torch.bfloat16, accumulate=torch.float32, add=None,
-        )  # fmt: skip
+def run(layers: Layers, kind: str, x: Tensor) -> Tensor:
+    if kind == "linear":
+        return layers.up(x)
+    if kind == "grouped":
+        return layers.ups(x, torch.tensor([3, ROWS], device=DEVICE).int())
+    if kind == "ffn":
+        return gated_ffn(x, layers.up, layers.down, layers.down_feed)
+    expert = torch.arange(ROWS, device=DEVICE)[:, None] % EXPERTS
+    return expert_ffn(
+        x, expert, torch.full((ROWS, 1), 0.5, device=DEVICE), layers.ups, layers.downs, down_feed=layers.downs_feed,
+        rows_feed=Feed(layers.ups), combine=torch.bfloat16, accumulate=torch.float32, add=None,
+    )  # fmt: skip
 
 
 def gradients(
@@ -69,16 +40,12 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Of weights, after one microbatch; autograd sees weights of a dtype, what multiplies is the same. queue: computes
     them after the backward pass."""
-    torch.manual_seed(1)
-    layers = _Layer(config, backend, kind)
-    for parameter in layers.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    layers.to(DEVICE)
-    begin_step(layers, bind(layers, layers.plan, DEVICE))
+    layers, arena = build(config, backend, (WIDTH, INNER, EXPERTS), *KINDS[kind])
+    begin_step(layers, arena)
     for layer in gemm_layers(layers):
         layer.weight, layer.deferred = nn.Parameter(layer.weight.detach().to(dtype)), queue
     x = (torch.randn(ROWS, WIDTH) * torch.logspace(-1, 1, ROWS)[:, None]).to(DEVICE, torch.bfloat16).requires_grad_()
-    y = layers(x)
+    y = run(layers, kind, x)
     with _Rounding({p.shape for p in layers.parameters()}) as rounding:
         y.backward((torch.randn(y.shape) * 1e-4).to(y))
     assert backend == "reference" or not rounding.casts, "it left its kernel in FP32, and took another pass"
@@ -102,14 +69,14 @@ class _Rounding(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("backend", "kind"), KINDS)
+@pytest.mark.parametrize(("backend", "kind"), RUNS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_bf16_is_fp32_rounded_once(recipe: Recipe, name: str, backend: str, kind: str) -> None:
     plain = backend == "cuda" and kind in ("linear", "ffn")  # cuBLAS
     if name == "fp8_block" and plain and not ON_GPU:
         pytest.skip("cuBLAS takes block scales on a GPU only")
     whole, rounded = (gradients(recipe(name), backend, kind, dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert whole.keys() == rounded.keys() and len(whole) == (1 if kind in ("linear", "grouped") else 2)
+    assert whole.keys() == rounded.keys() and len(whole) == len(KINDS[kind])
     for weight, dw in whole.items():
         assert dw.dtype == torch.float32 and dw.any() and rounded[weight].dtype == torch.bfloat16
         if ON_GPU and plain:  # which may sum in another order for another format
@@ -118,7 +85,7 @@ def test_bf16_is_fp32_rounded_once(recipe: Recipe, name: str, backend: str, kind
             assert torch.equal(rounded[weight], dw.bfloat16())
 
 
-@pytest.mark.parametrize(("backend", "kind"), KINDS)
+@pytest.mark.parametrize(("backend", "kind"), RUNS)
 @pytest.mark.parametrize("name", ["bf16", "fp8_delayed"])
 def test_gradients_put_aside_are_those_of_a_whole_backward_pass(
     recipe: Recipe, name: str, backend: str, kind: str

@@ -2,32 +2,20 @@
 travelled. One process plays both ends; several are in tests/models/test_dispatch.py."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from kernel_layers import DEVICE, Layers, build
+from torch import Tensor
 
-from precision import (
-    Feed,
-    GemmRow,
-    GroupedLinear,
-    Operand,
-    Plan,
-    PrecisionConfig,
-    ScalingArena,
-    begin_step,
-    bind,
-    expert_ffn,
-    rms_norm,
-)
+from precision import Operand, PrecisionConfig, ScalingArena, begin_step, expert_ffn, rms_norm
 from precision.ffn import has_row_kernels
 from precision.wire import GradFormat, RowMap, read_back, return_to_tokens, send
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, WIDTH, INNER, EXPERTS, PROCESSES = 21, 144, 48, 4, 2
+SIZES, PARTS = (WIDTH, INNER, EXPERTS), ("ups", "downs")
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
 CURRENT = {"scaling__method": "current"}
@@ -36,33 +24,17 @@ RUNS = [(name, "reference") for name in [*RECIPES, "no_history", "current"]]
 RUNS += [(name, "cuda") for name in ([*RECIPES, "no_history", "current"] if DEVICE == "cuda" else ["fp8_delayed"])]
 
 
-class Layer(nn.Module):
-    """A norm's gain and experts."""
+def norm(layer: Layers, x: Tensor) -> Operand | Tensor:
+    return rms_norm(x, layer.gain, 1e-6, layer.feed, layer.kernels)
 
-    def __init__(self, config: PrecisionConfig, backend: str):
-        super().__init__()
-        plan = Plan(config, 1)
 
-        def row(part: str, k: int, n: int) -> GemmRow:
-            made = plan.gemm(f"layers.0.moe.experts.{part}", "moe.experts", k, n, EXPERTS, 2)
-            return replace(made, recipe=replace(made.recipe, backend=backend))
-
-        self.up = GroupedLinear(row("gate_up", WIDTH, 2 * INNER))
-        self.down = GroupedLinear(row("down", INNER, WIDTH))
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.feed, self.down_feed = Feed(self.up, tensor=True), Feed(self.down)
-        self.plan, self.kernels = plan, backend
-
-    def norm(self, x: Tensor) -> Operand | Tensor:
-        return rms_norm(x, self.gain, 1e-6, self.feed, self.kernels)
-
-    def experts(
-        self, x: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor | None, grad=None, choices: int = -1
-    ) -> Tensor:
-        return expert_ffn(
-            x, expert, weight, self.up, self.down, down_feed=self.down_feed, rows_feed=None, combine=BF16,
-            accumulate=FP32, add=add, grad=grad, choices=choices,
-        )  # fmt: skip
+def experts(
+    layer: Layers, x: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor | None, grad=None, choices: int = -1
+) -> Tensor:
+    return expert_ffn(
+        x, expert, weight, layer.ups, layer.downs, down_feed=layer.downs_feed, rows_feed=None, combine=BF16,
+        accumulate=FP32, add=add, grad=grad, choices=choices,
+    )  # fmt: skip
 
 
 class Mirror:
@@ -87,17 +59,8 @@ class Mirror:
         return x
 
 
-def build(config: PrecisionConfig, backend: str) -> tuple[Layer, ScalingArena]:
-    torch.manual_seed(1)
-    layer = Layer(config, backend)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
-    layer.to(DEVICE)
-    return layer, bind(layer, layer.plan, DEVICE)
-
-
 def travel(
-    layer: Layer,
+    layer: Layers,
     made: Operand | Tensor,
     expert: Tensor,
     weight: Tensor,
@@ -107,7 +70,7 @@ def travel(
     slots: int,
 ):
     """The experts' layer over a wire, in so many slots for each process; 0: in as many rows as there are."""
-    kernels = has_row_kernels(layer.up, layer.down, BF16, FP32)
+    kernels = has_row_kernels(layer.ups, layer.downs, BF16, FP32)
     if slots:
         row_map, wanted = RowMap.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, kernels, slots)
         assert wanted.tolist() == [int((expert // row_map.each == p).any(1).sum()) for p in range(PROCESSES)]
@@ -116,15 +79,15 @@ def travel(
         row_map = RowMap.packed(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
         sent, each = row_map.counts().t().tolist()
         row_map, choices = row_map.cut(sum(sent)), sum(each)
-    grad = GradFormat.of(layer.down, known) if isinstance(made, Operand) else None
-    x, expert_AK, weight_AK = send(made, expert, weight, row_map, way, layer.up, known)
+    grad = GradFormat.of(layer.downs, known) if isinstance(made, Operand) else None
+    x, expert_AK, weight_AK = send(made, expert, weight, row_map, way, layer.ups, known)
     first_A1 = row_map.process[:, None] * row_map.each  # this process is all of them
     expert_AK = torch.where(expert_AK < row_map.each, expert_AK + first_A1, EXPERTS)
-    y = layer.experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
+    y = experts(layer, x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
     return return_to_tokens(y, add, row_map, way, grad, FP32)
 
 
-def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool, slots: int = 0) -> list[Tensor]:
+def step(layer: Layers, arena: ScalingArena, way: Mirror | None, known: bool, slots: int = 0) -> list[Tensor]:
     """Result, gradients and amaxes."""
     begin_step(layer, arena)
     layer.zero_grad()
@@ -133,9 +96,9 @@ def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool, slo
     weight = torch.rand(T, 2, generator=generator).to(DEVICE).requires_grad_()
     expert = torch.rand(T, EXPERTS, generator=generator).argsort(1)[:, :2].contiguous().to(DEVICE)
     x, add = x.clone().requires_grad_(), add.clone().requires_grad_()
-    made = layer.norm(x)
+    made = norm(layer, x)
     if way is None:
-        y = layer.experts(made, expert, weight, add)
+        y = experts(layer, made, expert, weight, add)
     else:
         y = travel(layer, made, expert, weight, add, known, way, slots)
     y.backward(dy)
@@ -147,7 +110,7 @@ def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool, slo
 def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     known = name not in ("no_history", "current")
     recipes = {"no_history": recipe("fp8_delayed"), "current": recipe("fp8_delayed", **CURRENT)}
-    layer, arena = build(recipes[name] if name in recipes else recipe(name), backend)
+    layer, arena = build(recipes[name] if name in recipes else recipe(name), backend, SIZES, *PARTS)
     if name == "fp8_delayed":
         step(layer, arena, None, False)
         arena.commit(arena.finite())
@@ -166,7 +129,7 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     if name == "bf16":
         fp8_x, fp8_dy = BF16, BF16
     else:
-        fp8_x, fp8_dy = layer.up.recipe.input.dtype, layer.down.recipe.grad.dtype
+        fp8_x, fp8_dy = layer.ups.recipe.input.dtype, layer.downs.recipe.grad.dtype
     scales = {"fp8_jit": 1, "fp8_block": 2}.get(name, 0)
     expected = [
         (fp8_x, (rows, WIDTH)),
@@ -188,12 +151,12 @@ class Leftovers(Mirror):
 
 def test_a_token_without_a_slot_gets_no_gradient_from_what_is_left_in_another(recipe: Recipe) -> None:
     """Such a step is skipped, for its lack of slots and not for a gradient that is not finite."""
-    layer, way = Layer(recipe("bf16"), "reference"), Leftovers()
+    layer, way = build(recipe("bf16"), "reference", SIZES, *PARTS)[0], Leftovers()
     x, weight = torch.randn(T, WIDTH).to(DEVICE, BF16).requires_grad_(), torch.rand(T, 2).to(DEVICE).requires_grad_()
     expert = torch.arange(2, device=DEVICE).expand(T, 2)  # all of the first process: the second one's slots stay empty
     row_map, _ = RowMap.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, False, 8)
     way.used = row_map.token >= 0
-    x_AD, _, weight_AK = send(x, expert, weight, row_map, way, layer.up, True)
+    x_AD, _, weight_AK = send(x, expert, weight, row_map, way, layer.ups, True)
     assert isinstance(x_AD, Tensor)
     (x_AD.float().sum() + weight_AK.sum()).backward()
     for grad in (x.grad, weight.grad):
@@ -203,14 +166,14 @@ def test_a_token_without_a_slot_gets_no_gradient_from_what_is_left_in_another(re
 @pytest.mark.parametrize(("name", "backend"), [run for run in RUNS if run[0] in RECIPES])
 def test_a_row_of_zeros_leaves_no_trace(recipe: Recipe, name: str, backend: str) -> None:
     """What experts receive that no token was sent to."""
-    layer, arena = build(recipe(name), backend)
+    layer, arena = build(recipe(name), backend, SIZES, *PARTS)
     begin_step(layer, arena)
     before = arena.amax.clone()
-    x = layer.norm(torch.zeros(1, WIDTH, device=DEVICE, dtype=BF16, requires_grad=True))
+    x = norm(layer, torch.zeros(1, WIDTH, device=DEVICE, dtype=BF16, requires_grad=True))
     expert, weight = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
-    y = layer.experts(x, expert, weight.requires_grad_(), None)
+    y = experts(layer, x, expert, weight.requires_grad_(), None)
     y.backward(torch.zeros_like(y))
-    for parameter in (layer.up.weight, layer.down.weight):
+    for parameter in (layer.ups.weight, layer.downs.weight):
         assert parameter.grad is not None and not parameter.grad.any()
     assert not y.any() and torch.equal(arena.amax, before)
 
