@@ -58,10 +58,10 @@ class Slot:
     """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
 
     `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them; so are
-    `next_amax` and `next_scale`, for weights that the optimizer makes. `scales` [N]: the arena's scales of all tensors;
-    their version counts changes. In a stack
-    they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other process
-    does, and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
+    `next_amax` and `next_scale`, for weights that the optimizer makes. In a stack they are the rows `part`: a process
+    that holds some of the experts has arena rows for all, as every other process does, and fills its own. `scales` [N]:
+    the arena's scales of all tensors; their version counts changes. `place` [1] int64, in host memory: the first of its
+    rows, for observers (see `observe`).
     scales_itself: with delayed scaling, too, its layer takes the scale from elsewhere (`head`), not from the history.
     """
 
