@@ -252,13 +252,6 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
 NODES = str(ROOT / "scripts" / "launch" / "two_nodes.sh")
 
 
-@pytest.mark.parametrize("script", ["one_node.sh", "two_nodes.sh", "slurm.sbatch"])
-def test_scripts_can_be_read(script: str):
-    path = ROOT / "scripts" / "launch" / script
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    assert os.access(path, os.X_OK) and all(len(line) <= 120 for line in path.read_text().splitlines())
-
-
 @pytest.mark.parametrize("code_of_it", [0, 127])
 def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path: Path, run: Run):
     """With and without NVIDIA's programs."""

@@ -170,12 +170,6 @@ def test_a_stop_within_a_streak_keeps_the_checkpoint_to_rewind_to(config: Config
     assert steps() == ["step_00000013"], "without a row, as many as keep says"
 
 
-def test_fewer_skipped_steps_in_a_row_than_the_limit_cause_no_rewind(config: Configs) -> None:
-    run = Trainer(config(*RUN, BAD_DATA, "recovery.max_consecutive_skips=3")).train().folder
-    assert not events(run, "rollback") and metrics(run)[-2]["recovery/skipped_steps"] == 3
-    assert not (run / "recovery.json").exists()
-
-
 SPIKES = ("recovery.spikes.enabled=true", "recovery.spikes.window=8", "recovery.spikes.min_steps=4", *FAST)
 SPIKES += ("recovery.spikes.threshold=12",)  # 3.3 times the usual norm: no healthy step of a small run comes near
 
