@@ -38,11 +38,13 @@ Own = Callable[[Mapping[str, Any], bool, str | None], OwnSettings | None]
 
 @dataclass
 class Job:
-    """A run to start: its composed config, the user's overrides for it, and the settings of a run that they change."""
+    """A run to start: its composed config, the user's overrides for it, the settings of a run that they change, and the
+    folders of configs that the command line adds to `configs/` (`file://...`)."""
 
     tree: "DictConfig"
     overrides: list[str]
     settings: OwnSettings | None = None
+    folders: tuple[str, ...] = ()
 
 
 def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", own: Own | None = None) -> list[Job]:
@@ -92,7 +94,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
         run_name = job.tree.run.name if "run" in job.tree else None
         found = settings(job.overrides, **({} if run_name is None else {"name": run_name}))
         if found is not None and (base is None or found.source != base.source):  # a run's name is known only now
-            jobs[number] = job = _compose_one(configs, name, job.overrides, found)
+            jobs[number] = job = _compose_one(configs, name, job.overrides, found, job.folders)
             job.tree.run.name = run_name
         if from_run is not None:
             job.overrides.insert(0, f"--from-run={from_run}")
@@ -218,7 +220,9 @@ def _composed(configs: Path, name: str, arguments: list[str], base: OwnSettings 
         settings = HydraConfig.get()
         sweeps.append(settings.mode is RunMode.MULTIRUN)
         overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]
-        jobs.append(Job(tree, overrides if base is None else [o.removeprefix("++") for o in overrides], base))
+        sources = settings.runtime.config_sources
+        folders = tuple(f"{each.schema}://{each.path}" for each in sources if each.provider.endswith("command-line"))
+        jobs.append(Job(tree, overrides if base is None else [o.removeprefix("++") for o in overrides], base, folders))
 
     primary = name if base is None else register(configs, name, base.tree)
     typed, sys.argv[1:] = sys.argv[1:], arguments if base is None else forced(configs, arguments)
@@ -233,13 +237,19 @@ def _composed(configs: Path, name: str, arguments: list[str], base: OwnSettings 
     return jobs, any(sweeps)
 
 
-def _compose_one(configs: Path, name: str, arguments: list[str], base: OwnSettings | None = None) -> Job:
+def _compose_one(
+    configs: Path, name: str, arguments: list[str], base: OwnSettings | None = None, folders: tuple[str, ...] = ()
+) -> Job:
     """Return what hydra.main composes for one run. hydra.main composes twice, first for `hydra.mode`: 0.2 s more."""
     import hydra
+    from hydra.core.override_parser.types import Quote, QuotedString
 
     primary, words = name, arguments
     if base is not None:
         primary, words = register(configs, name, base.tree), forced(configs, arguments)
+    if folders:
+        quoted = ",".join(QuotedString(folder, Quote.single).with_quotes() for folder in folders)
+        words = [*words, f"hydra.searchpath=[{quoted}]"]
     trees: list[DictConfig] = []
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
         _read_by_hydra(configs, lambda: trees.append(hydra.compose(primary, words)))

@@ -206,6 +206,17 @@ def test_a_key_in_a_list_is_taken_as_messages_name_it(typed: Callable[..., Job])
     assert [entry.path for entry in entries] == ["x", "z"]
 
 
+def test_a_run_of_a_sweep_resumes_with_the_folder_of_configs_on_the_command_line(typed: Callable[..., Job]) -> None:
+    start("s_1_seed-2", *STARTED)
+    folder = Path("our 'own", "optim")
+    folder.mkdir(parents=True)
+    (folder / "ours.yaml").write_text("defaults: [muon_wsd]\nlr: 0.75\n")
+    words = ["run.name=s", "run.resume=auto", "optim=ours", "trainer.seed=1,2"]
+    for place in (["--config-dir", str(folder.parent)], ['hydra.searchpath=["file://our \'own"]']):
+        job = typed("-m", *place, *words)
+        assert job.settings is not None and settings(load(job.tree)) == (2, "/texts", "muon", 0.75)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
