@@ -105,6 +105,12 @@ def test_a_result_that_the_disk_has_no_room_for_is_an_error_and_one_that_no_one_
         sys.stdout.close()
 
 
+def test_output_that_the_caller_has_closed_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert guarded(lambda: print(sys.stdout.write("text"), sys.stderr.fileno())) == 0
+
+
 def test_a_signal_waits_for_the_end_of_an_import_and_a_second_one_does_not() -> None:
     """Within an import torch's C++ aborts, and a library that tries one swallows the exception."""
     rank_group, seen = RankGroup(), []
