@@ -34,7 +34,7 @@ class Blame:
         before = {rank: self._store.pulse(rank) for rank in others}
         failure = self._store.wait_for_failure(2.5 * heartbeat.PULSE_SECONDS)
         gone = [rank for rank in others if self._store.pulse(rank) == before[rank]]
-        gone = [rank for rank in gone if not self._store.phase(rank)] or gone
+        gone = [rank for rank in gone if not self._store.get("phase", rank)] or gone
         if failure is not None or not gone:
             return failure
         step = max(step, self._store.position(gone[0])[0])

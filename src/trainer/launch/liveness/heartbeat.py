@@ -101,8 +101,8 @@ class Heartbeat(threading.Thread):
                 if self._member.overdue():
                     self._member.end(self._member.collective_timeout())
                 self._meet()
-                if not self._member.all_connected and self._store.has("absent"):
-                    self._miss(int(self._store.get("absent")))
+                if not self._member.all_connected and (absent := self._store.get("absent")):
+                    self._miss(int(absent))
                 if self._member.step != step or time.monotonic() >= due:
                     step = self._member.step
                     self._beats += 1
@@ -122,9 +122,9 @@ class Heartbeat(threading.Thread):
     def _meet(self) -> None:
         """Open a descriptor of each neighbour that has registered."""
         for rank in list(self._unmet_neighbours):
-            if self._store.has("who", rank):
+            if who := self._store.get("who", rank):
                 self._unmet_neighbours.discard(rank)
-                host, process, namespace = self._store.get("who", rank).split()
+                host, process, namespace = who.split()
                 here = this_process()
                 if [host, namespace] != [here[0], here[2]]:  # its number means nothing here: see `_check_pulses`
                     continue
@@ -165,7 +165,7 @@ class Heartbeat(threading.Thread):
             self._pulses[rank] = pulse, times + 1 if pulse == before else 0
             silences = self._pulses[rank][1]
             if silences >= SILENCES:
-                phase = self._store.phase(rank)
+                phase = self._store.get("phase", rank)
                 if phase and silences < LONG_SILENCES:
                     continue
                 why = f", while {phase}" if phase else " (is its node lost?)"

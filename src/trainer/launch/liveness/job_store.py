@@ -75,9 +75,9 @@ class JobStore:
         """Set a key. which: rank; None for keys of the job."""
         self._store.set(self._key(kind, which), value)
 
-    def get(self, kind: str, which: object = None) -> str:
-        """Return the value of an existing key."""
-        return self._store.get(self._key(kind, which)).decode()
+    def get(self, kind: str, which: object = None, default: str = "") -> str:
+        """Return the value of a key; `default` if there is none."""
+        return self._store.get(self._key(kind, which)).decode() if self.has(kind, which) else default
 
     def has(self, kind: str, which: object = None) -> bool:
         """Return whether a key exists."""
@@ -99,7 +99,8 @@ class JobStore:
 
     def failure(self) -> Failure | None:
         """Return the failure, or None."""
-        return Failure(**json.loads(self.get("failure"))) if self.has("failure") else None
+        posted = self.get("failure")
+        return Failure(**json.loads(posted)) if posted else None
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """Return a failure that is posted within `seconds`, or None. Does not raise if the store does not answer."""
@@ -113,21 +114,17 @@ class JobStore:
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host, process 123)`."""
-        host, process = self.get("who", rank).split()[:2] if self.has("who", rank) else ("?", "?")
+        host, process = self.get("who", rank, "? ?").split()[:2]
         return f"rank {rank} ({host}, process {process})"
 
     def pulse(self, rank: int) -> str:
         """Return `COUNT|STEP|PLACE`, the last pulse of the rank."""
-        return self.get("pulse", rank) if self.has("pulse", rank) else "0|0|?"
+        return self.get("pulse", rank, "0|0|?")
 
     def position(self, rank: int) -> tuple[int, str]:
         """Return the (last step, place in the code) that a rank has sent."""
         _, step, place = self.pulse(rank).split("|", 2)
         return int(step), place
-
-    def phase(self, rank: int) -> str:
-        """Return the phase of a rank; empty: none."""
-        return self.get("phase", rank) if self.has("phase", rank) else ""
 
 
 def when(step: int) -> str:
