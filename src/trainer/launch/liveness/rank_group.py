@@ -65,7 +65,6 @@ class RankGroup(Interrupts):
         self._ending = threading.Lock()
         self._lobby: LobbyServer | LobbyClient | None = None
         self._announced: Failure | None = None
-        self._phases: list[str] = []
 
     def join(self, environment: Mapping[str, str]) -> Launch:
         """Read this process's place in the job. Raises UserError for incompatible launcher variables.
@@ -238,19 +237,17 @@ class RankGroup(Interrupts):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark work that may stop this process's pulse (compiling, a slow disk): inside, for at most ten minutes, its
-        silence does not count as its death. Phases may be nested."""
-        if self._heartbeat is None or self._store is None:
-            yield
-            return
-        self._phases.append(name)
-        with contextlib.suppress(RuntimeError):
-            self._store.set("phase", self.launch.rank, name)
+        silence does not count as its death."""
+        self._set_phase(name)
         try:
             yield
         finally:
-            self._phases.pop()
-            with contextlib.suppress(RuntimeError):
-                self._store.set("phase", self.launch.rank, self._phases[-1] if self._phases else "")
+            self._set_phase("")
+
+    def _set_phase(self, name: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the heartbeat notices a store that is gone
+            if self._store is not None:
+                self._store.set("phase", self.launch.rank, name)
 
     def stopped(self, message: str, code: int) -> NoReturn:
         """End after a signal has ended main. Usually the others got it, too, and leave. One that waits for this rank,
