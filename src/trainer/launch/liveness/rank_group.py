@@ -177,7 +177,7 @@ class RankGroup(Interrupts):
                     time.sleep(0.02)
             if first:
                 store.set("reported", None, "1")
-                store.post(Failure(message, code, self.launch.rank, self.launch.rank, 0))
+                store.post(self._failure(message, code))
         except RuntimeError:
             return self.launch.is_first
         return first
@@ -193,24 +193,25 @@ class RankGroup(Interrupts):
             self.end(self._announced)
         of_all = of_all and (self.launch.is_first or self._store.wait_for_failure(heartbeat.PATIENCE) is not None)
         if message is not None and of_all:
-            self.end(Failure(message, code, self.launch.rank, self.launch.rank, self.step))
+            self.end(self._failure(message, code))
         try:
-            failure = self._blame().failure_of_peer(error, self.step, self.place()) or self._own_failure(
-                error, code, message
-            )
+            failure = self._blame().failure_of_peer(error, self.step, self.place())
+            failure = failure or self._own_failure(error, code, message)
         except RuntimeError:
             failure = self.lost()
         self.end(failure)
 
+    def _failure(self, message: str, code: int, trace: str = "") -> Failure:
+        """Return a failure of this rank, which it has found itself."""
+        return Failure(message, code, self.launch.rank, self.launch.rank, self.step, trace)
+
     def _own_failure(self, error: BaseException, code: int, message: str | None) -> Failure:
         """Return the failure for an error of this rank."""
         assert self._store is not None
-        rank, step = self.launch.rank, self.step
         what = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
         trace = "".join(traceback.format_exception(error)) if message is None else ""
-        return Failure(
-            f"error: {self._store.describe(rank)} failed {when(step)}: {what}", code, rank, rank, step, trace
-        )
+        who = self._store.describe(self.launch.rank)
+        return self._failure(f"error: {who} failed {when(self.step)}: {what}", code, trace)
 
     def announce(self, error: BaseException) -> None:
         """Announce that main will end because of `error` after its clean-up: the others do not wait for that."""
@@ -262,7 +263,7 @@ class RankGroup(Interrupts):
             ranks = range(self.launch.size)
             self._store.wait_for_all("left", ranks, time.monotonic() + heartbeat.PATIENCE)
             if not all(self._store.has("left", other) for other in ranks):
-                self.end(Failure(message, code, rank, rank, self.step))
+                self.end(self._failure(message, code))
         self.leave()
         _exit(code)
 
@@ -271,8 +272,7 @@ class RankGroup(Interrupts):
         code = 128 + number
         if self.stop_signal:  # main has handled and reported it
             _exit(code)
-        rank, word = self.launch.rank, "interrupted" if number == signal.SIGINT else "terminated"
-        self.end(Failure(word, code, rank, rank, self.step))
+        self.end(self._failure("interrupted" if number == signal.SIGINT else "terminated", code))
 
     def lost(self) -> Failure:
         """Return the failure of a store that does not answer."""
