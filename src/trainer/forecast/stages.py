@@ -204,46 +204,57 @@ def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
 
 def check_stages(config: Config, degrees: Degrees) -> None:
     """Raise UserError, naming key, value and fix, if the config does not support `degrees.pipeline` stages."""
-    p, t, m = degrees.pipeline, config.trainer, config.model
-    if p == 1:
-        return
-    off = "set parallel.pipeline=1"
+    if degrees.pipeline > 1:
+        _check_blocks(config, degrees)
+        _check_microbatches(config, degrees)
+        _check_others(config, degrees.pipeline)
+
+
+def _check_blocks(config: Config, degrees: Degrees) -> None:
+    """Raise UserError if the stages cannot share the blocks."""
+    p, layers = degrees.pipeline, config.model.num_layers
     stages, v = config.parallel.stages, config.parallel.stages_per_rank
     if in_a_v(config.parallel) and v != 2:
         fix = "set parallel.stages_per_rank=2, or parallel.schedule=interleaved"
         refuse("parallel.stages_per_rank", v, "with parallel.schedule=zbv a rank has two stages", fix)
     if v < 1:
         refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
-    if p > m.num_layers:
-        fix = f"set {divisor_near(m.num_layers, degrees.world)}"
-        refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", fix)
-    if v > 1 and p * v > m.num_layers + 1:
-        why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
+    if p > layers:
+        fix = f"set {divisor_near(layers, degrees.world)}"
+        refuse("parallel.pipeline", p, f"there are model.num_layers={layers} blocks", fix)
+    if v > 1 and p * v > layers + 1:
+        why = f"parallel.pipeline={p} ranks have model.num_layers={layers} blocks"
         fix = "set 1, and parallel.schedule=interleaved" if in_a_v(config.parallel) else "set at most {}"
-        refuse("parallel.stages_per_rank", v, why, fix.format((m.num_layers + 1) // p))
+        refuse("parallel.stages_per_rank", v, why, fix.format((layers + 1) // p))
     least_blocks = [1] * (p * v - 1) + [int(v == 1)]
     if stages is not None and (
-        len(stages) != p * v or sum(stages) != m.num_layers or any(map(int.__lt__, stages, least_blocks))
+        len(stages) != p * v or sum(stages) != layers or any(map(int.__lt__, stages, least_blocks))
     ):
         each, but = (f" of {v} stages", ", but the last") if v > 1 else (" stages", "")
-        why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least{but}"
+        why = f"parallel.pipeline={p}{each} have model.num_layers={layers} blocks, each one at least{but}"
         refuse("parallel.stages", stages, why, "set one number a stage with this sum, or null")
+
+
+def _check_microbatches(config: Config, degrees: Degrees) -> None:
+    """Raise UserError if a step has too few microbatches, or a number that the order of passes cannot take."""
+    p, t, v = degrees.pipeline, config.trainer, config.parallel.stages_per_rank
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or a multiple of it")
     count = microbatches_of(config, degrees)
-    if in_a_v(config.parallel):
-        _check_v(config)
-    elif v > 1 and not forms_whole_rounds(count, p):
+    if v > 1 and not in_a_v(config.parallel) and not forms_whole_rounds(count, p):
         rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {counted(rounds, 'round')}"
-        refuse(
-            "trainer.global_batch_size",
-            t.global_batch_size,
-            why,
-            f"set {rounds * least}, or another multiple of {least}",
-        )
+        fix = f"set {rounds * least}, or another multiple of {least}"
+        refuse("trainer.global_batch_size", t.global_batch_size, why, fix)
+
+
+def _check_others(config: Config, p: int) -> None:
+    """Raise UserError for settings that p stages do not support."""
+    off = "set parallel.pipeline=1"
+    if in_a_v(config.parallel):
+        _check_v(config)
     if config.parallel.fp8_all_gather is Switch.true:
         why = f"with parallel.pipeline={p} weights are gathered in BF16"
         refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
@@ -252,9 +263,10 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     if config.health.shadow_every:
         why = f"it does not support parallel.pipeline={p}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
-    if t.document_masking and m.num_mtp_layers > 1:
+    if config.trainer.document_masking and config.model.num_mtp_layers > 1:
         why = "its deeper depths need the embedding, which only the first stage has"
-        refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")
+        fix = f"set 1, trainer.document_masking=false, or {off}"
+        refuse("model.num_mtp_layers", config.model.num_mtp_layers, why, fix)
 
 
 def _check_v(config: Config) -> None:
