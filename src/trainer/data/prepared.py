@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,6 @@ class Prepared:
 
     folder: Path
     train: Bins
-    validation: Bins
-    """Held-out text of all sources together."""
     tokenizer_path: Path
     tokenizer_hash: str
     """SHA-256 of tokenizer.json."""
@@ -49,6 +48,11 @@ class Prepared:
     bigram_loss: float | None = None
     """Loss of a bigram model of these tokens (`bigram`), nats a token; for several folders the mean over their held-out
     tokens, each with the model of its own text. None if prepared.json has none."""
+
+    @cached_property
+    def validation(self) -> Bins:
+        """Held-out text of all sources together."""
+        return Bins.join([bins for _, bins in self.validations])
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -123,17 +127,16 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
     tokenizer_hash = file_hash(tokenizer_path)
     facts = read_summary(folder)
     _check_sidecars(folder, facts)
-    held_out = tuple(
-        (name, Bins.open([folder / file for file in files], tokenizer_hash)) for name, files in _held_out(facts).items()
-    )
     return Prepared(
         folder=folder,
         train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
-        validation=Bins.join([bins for _, bins in held_out]),
         tokenizer_path=tokenizer_path,
         tokenizer_hash=tokenizer_hash,
         built=built,
-        validations=held_out,
+        validations=tuple(
+            (name, Bins.open([folder / file for file in files], tokenizer_hash))
+            for name, files in _held_out(facts).items()
+        ),
         documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
         skipped=tuple(Skipped(**each) for each in facts["skipped"]),
         bigram_loss=facts.get(BIGRAM),
@@ -163,9 +166,9 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         return part.name if alone else f"{part.name}-{name}"
 
     both = list(zip(sources, found, strict=True))
-    held_out = [
+    held_out = tuple(
         (named(part, name, len(each.validations) == 1), bins) for part, each in both for name, bins in each.validations
-    ]
+    )
     documents = {
         named(part, name, len(each.documents) == 1): counts
         for part, each in both
@@ -176,11 +179,10 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
     return Prepared(
         folder=found[0].folder,
         train=Bins.join([each.train for each in found]),
-        validation=Bins.join([bins for _, bins in held_out]),
         tokenizer_path=found[0].tokenizer_path,
         tokenizer_hash=found[0].tokenizer_hash,
         built=False,
-        validations=tuple(held_out),
+        validations=held_out,
         documents=documents,
         skipped=tuple(skipped for each in found for skipped in each.skipped),
         bigram_loss=float(np.average(losses, weights=weights)) if len(losses) == len(found) else None,
