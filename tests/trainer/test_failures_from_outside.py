@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.config.data import source_configs
 from trainer.data import DamagedShard
-from trainer.data.corpus import scan, split
+from trainer.data.corpus import choose_held_out, scan
 from trainer.launch import signals
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
@@ -146,7 +146,7 @@ def test_a_validation_text_that_has_changed_is_reported_at_the_resume(
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     words = (f"data.path={folder}", "run.name=a", "run.resume=auto")
     run = Trainer(config(*words, "trainer.max_steps=1")).train().folder
-    held_out = split(scan(*source_configs(config(*words).data)).documents, 0.3)[1][0].path
+    held_out = choose_held_out(scan(*source_configs(config(*words).data)).documents, 0.3)[0].path
     (folder / held_out).write_text("something else " * 99)  # the training text is what it was
     Trainer(config(*words, "trainer.max_steps=1")).train()
     (event,) = events(run, "data")

@@ -15,7 +15,7 @@ import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -163,17 +163,11 @@ def reads(part: SourceConfig, path: Path) -> bool:
     return _is_entered(inside[:-1], part.exclude) and _is_listed(part, inside)
 
 
-def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Return (train, validation), each in the given order. The document with the smallest hash is always held out, so
-    that a small corpus has a validation text."""
-    documents = list(documents)
+def choose_held_out(documents: Sequence[Document], validation_fraction: float) -> list[Document]:
+    """Return the documents that are held out, in the given order. The one with the smallest hash always is, so that a
+    small corpus has a validation text."""
     first = min((document.position for document in documents), default=0.0)
-    train: list[Document] = []
-    validation: list[Document] = []
-    for document in documents:
-        held_out = document.position < validation_fraction or document.position == first
-        (validation if held_out else train).append(document)
-    return train, validation
+    return [each for each in documents if each.position < validation_fraction or each.position == first]
 
 
 def unreadable_reason(path: Path) -> tuple[str, str] | None:

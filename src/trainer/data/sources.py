@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
 from trainer.data.compressed import LONGEST_BYTES, TOO_LONG, is_packed, unpack_error, whole_lines
-from trainer.data.corpus import Document, divide, scan, split
+from trainer.data.corpus import Document, choose_held_out, divide, scan
 from trainer.data.csv_files import rows_of
 from trainer.data.records import (
     BLOCK_BYTES,
@@ -133,7 +133,7 @@ class Files:
         if len(corpus.documents) == len(texts) == 1 and known:
             self._divided = self._divide(texts[0], validation_fraction)
             return
-        self._held_out = {document.path for document in split(texts, validation_fraction)[1]}
+        self._held_out = {document.path for document in choose_held_out(texts, validation_fraction)}
         if texts and len(self._held_out) == len(corpus.documents):
             fix = "lower it, or give the text as more files" if len(texts) > 1 else "unpack it"
             raise UserError(

@@ -37,6 +37,7 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({"tokenizer": "/no/tokenizer.json"}, 512, r"data\.tokenizer=/no/tokenizer\.json: there is no such file"),
         ({"tokenizer_sample_mb": 0}, 512, r"data\.tokenizer_sample_mb=0: .*at least 1"),
         ({"end_of_text": ""}, 512, r"data\.end_of_text='': .*\"data\.end_of_text='<\|endoftext\|>'\""),
+        ({"cache_dir": ""}, 512, r"data\.cache_dir='': prepared data needs a folder"),
         ({"workers": 0}, 512, r"data\.workers=0: .*at least 1, or null"),
         ({"shard_mb": 0}, 512, r"data\.shard_mb=0: .*at least 1"),
         ({"source": Source.files}, 512, r"data\.path=null: data\.source=files needs a folder of files"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.config.data import source_configs
 from trainer.data import DataConfig
 from trainer.data import corpus as corpus_module
-from trainer.data.corpus import Corpus, Damage, Document, read_pieces, scan, split, unreadable_reason
+from trainer.data.corpus import Corpus, Damage, Document, choose_held_out, read_pieces, scan, unreadable_reason
 
 
 def listed(data: DataConfig) -> Corpus:
@@ -69,13 +69,10 @@ names = st.sets(st.text("abcdef/._", min_size=1, max_size=8), min_size=2, max_si
 
 
 @given(names, st.floats(0.01, 0.6))
-def test_split_divides_and_does_not_depend_on_other_files(names: set[str], fraction: float) -> None:
+def test_a_choice_does_not_depend_on_other_files(names: set[str], fraction: float) -> None:
     documents = [Document(name, 1, 0) for name in sorted(names)]
-    train, validation = split(documents, fraction)
-    assert validation
-    assert sorted(train + validation, key=lambda d: d.path) == documents
-    assert {d.path for d in documents if d.position < fraction} <= {d.path for d in validation}
-    assert len(validation) == max(1, sum(d.position < fraction for d in documents))
+    first = min(documents, key=lambda document: document.position)
+    assert choose_held_out(documents, fraction) == [d for d in documents if d.position < fraction or d is first]
 
 
 def test_split_is_the_same_on_every_machine() -> None:

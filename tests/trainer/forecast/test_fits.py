@@ -36,7 +36,7 @@ def test_settings_that_fit_are_not_refused() -> None:
     assert asked(*batch, "parallel.shard=8", "gpu=h200", ranks=8) is None
 
 
-@pytest.mark.parametrize("gpu", ["gpu=h200", "gpu=h100", "gpu=a100"])
+@pytest.mark.parametrize("gpu", ["gpu=h200", "gpu=h100"])
 def test_settings_that_are_advised_fit(gpu: str) -> None:
     degrees = "parallel.shard=8", "trainer.global_batch_size=128"
     said = asked("trainer.microbatch_size=16", *degrees, gpu, ranks=8)
