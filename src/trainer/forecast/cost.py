@@ -44,7 +44,7 @@ from typing import NamedTuple
 from models.flops import arriving, flops_per_token
 from precision import Plan
 from trainer.config import Config, Dispatch, Recompute, Switch
-from trainer.forecast.expert_messages import dispatch_of
+from trainer.forecast.expert_messages import PER_NODE, dispatch_of
 from trainer.forecast.memory import forecast, is_gathered_in_fp8, parameters
 from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.plan_cache import cached_per_plan
@@ -66,8 +66,8 @@ AGAIN = {
 }  # recomputed share of the blocks' arithmetic
 
 
-NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
-"""Bytes a second of one H200 in each direction within a node and between nodes; GPUs of a node."""
+NODE_LINK, NETWORK = 350e9, 45e9
+"""Bytes a second of one H200 in each direction within a node and between nodes."""
 PCIE = 64e9
 """Bytes a second in each direction of PCIe 5.0 with 16 lanes: links that are no faster do not share memory."""
 RATES = {False: 469.0, True: 611.0}
@@ -77,14 +77,15 @@ RATES = {False: 469.0, True: 611.0}
 @dataclass(frozen=True)
 class Machine:
     """gpus: total number; per_node: in a node; memory: bytes of one GPU; flops: per second and GPU in a training step;
-    node_link, network: bytes a second of one GPU in each direction, within a node and between nodes."""
+    node_link, network: bytes a second of one GPU in each direction, within a node and between nodes. Nodes and links
+    are those of H200s by default."""
 
     gpus: int
-    per_node: int
-    memory: float
-    flops: float
-    node_link: float
-    network: float
+    per_node: int = PER_NODE
+    memory: float = 0.0
+    flops: float = 1.0
+    node_link: float = NODE_LINK
+    network: float = NETWORK
 
     def seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
         """Return the time to send `sent` bytes in a group of `ranks` ranks that are `stride` apart."""

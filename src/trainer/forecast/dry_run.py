@@ -5,7 +5,7 @@ from precision import Plan
 from trainer.config import Config, Device, OptimizerName
 from trainer.config.timeline import at_peak_memory, each_shape
 from trainer.forecast.check_values import in_phase, with_fitting_microbatch
-from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
+from trainer.forecast.cost import Machine
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.header import time_line
@@ -85,10 +85,9 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
         return ""
     busiest, sent = muon_load(config, plan, degrees)
     mean = short(muon_size(config, plan, degrees).flops)
-    machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
     return (
         f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
-        f"{1e3 * machine.seconds(sent, degrees.stage):.1f} ms beside the arithmetic"
+        f"{1e3 * Machine(degrees.world).seconds(sent, degrees.stage):.1f} ms beside the arithmetic"
     )
 
 

@@ -6,10 +6,10 @@ from precision import Plan
 from trainer.config import Config, Device, Dispatch
 from trainer.parallel.mesh import Degrees
 
-NODE = 8  # GPUs that share memory, where nothing else is known
+PER_NODE = 8  # GPUs of a node, which share memory
 
 
-def dispatch_of(config: Config, degrees: Degrees, node: int = NODE) -> Dispatch:
+def dispatch_of(config: Config, degrees: Degrees, node: int = PER_NODE) -> Dispatch:
     """Return `parallel.dispatch`. auto: symmetric in groups within a node of `node` GPUs, else all_to_all."""
     if config.parallel.dispatch is not Dispatch.auto:
         return config.parallel.dispatch
@@ -33,8 +33,8 @@ def buffer_bytes(config: Config, plan: Plan, degrees: Degrees, tokens: int) -> f
     dispatch, capacity = dispatch_of(config, degrees), capacity_of(config, degrees)
     if capacity is None:
         rows = arriving(model, e)
-        if dispatch is Dispatch.two_hops and e > NODE:
-            rows += arriving(model, e // NODE)
+        if dispatch is Dispatch.two_hops and e > PER_NODE:
+            rows += arriving(model, e // PER_NODE)
         return 2 * tokens * rows * width
     K = model.num_experts_per_token
     slots, _ = room(capacity, tokens, K, e, model.num_experts // e)

@@ -15,7 +15,7 @@ from trainer.config import Config, Recompute
 from trainer.config.timeline import Timeline, at_peak_memory, peak_memory
 from trainer.files import script
 from trainer.forecast.check_values import with_phase
-from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, SPARE, Machine
+from trainer.forecast.cost import SPARE, Machine
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.search import fewest
@@ -89,8 +89,7 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     """Return the advice for a model that is too large for these ranks."""
     if target.gpu is None:
         return "choose a smaller model, or see other GPUs with dry_run=true gpu=h200"
-    machine = Machine(degrees.world, PER_NODE, target.memory, 1.0, NODE_LINK, NETWORK)
-    enough = fewest(config, plan, machine)
+    enough = fewest(config, plan, Machine(degrees.world, memory=target.memory))
     if enough is None:
         return "choose a smaller model"
     table = f"python {script('scripts/plan_parallelism.py')} --gpus {enough}"

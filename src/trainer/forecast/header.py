@@ -11,13 +11,13 @@ from trainer.config import Config
 from trainer.config.timeline import Timeline, at_peak_memory
 from trainer.config_diff import printable_override
 from trainer.data import Prepared
-from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
+from trainer.forecast.cost import RATES, Machine, cost
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.narrow import slowdown
 from trainer.forecast.schedule import schedule_lines
 from trainer.forecast.unusual import unusual
-from trainer.forecast.words import ranks, short, span
+from trainer.forecast.words import duration, ranks, short
 from trainer.parallel.mesh import Degrees, resolve
 
 
@@ -68,10 +68,9 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
     tokens = t.global_batch_size * t.sequence_length
     flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
     flops /= slowdown(config.model, plan, t.sequence_length, tokens)
-    machine = Machine(degrees.world, min(degrees.world, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
-    rate = tokens / cost(config, plan, degrees, machine).step
+    rate = tokens / cost(config, plan, degrees, Machine(degrees.world, memory=where.memory, flops=flops)).step
     whole = timeline.tokens(timeline.steps) / rate
-    return f"{span(whole)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
+    return f"{duration(whole)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
 
 
 def shown(overrides: Sequence[str]) -> str:

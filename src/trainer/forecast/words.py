@@ -13,7 +13,7 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format a time span in one unit: `11.6 days`."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:

@@ -11,8 +11,8 @@ from composed import config_of
 
 from trainer.config import Config, GpuChoice
 from trainer.config.timeline import each_shape
-from trainer.forecast.cost import PER_NODE
 from trainer.forecast.dry_run import report
+from trainer.forecast.expert_messages import PER_NODE
 from trainer.forecast.fits import check_memory, does_not_fit
 from trainer.forecast.gpus import KNOWN, Target, target
 from trainer.forecast.memory import GIB, forecast

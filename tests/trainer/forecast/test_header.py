@@ -14,7 +14,7 @@ from trainer.data import Prepared
 from trainer.forecast.header import header, shown
 from trainer.forecast.preflight import check
 from trainer.forecast.unusual import unusual, usual_rates
-from trainer.forecast.words import span
+from trainer.forecast.words import duration
 
 
 def sensible(*more: str) -> Config:
@@ -96,7 +96,7 @@ def test_a_short_run_is_told_how_many_tokens_are_usual() -> None:
 
 
 def test_a_short_time_is_not_zero_seconds() -> None:
-    spans = [span(seconds) for seconds in (0.069, 1.24, 49.4, 119.0, 150.0, 90000.0)]
+    spans = [duration(seconds) for seconds in (0.069, 1.24, 49.4, 119.0, 150.0, 90000.0)]
     assert spans == ["0.069 seconds", "1.2 seconds", "49 seconds", "119 seconds", "2.5 minutes", "25.0 hours"]
 
 

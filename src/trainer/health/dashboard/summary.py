@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.timeline import steps_of_tree
-from trainer.forecast.words import span
+from trainer.forecast.words import duration
 from trainer.health.dashboard.read import Run, mapping
 from trainer.run.names import EVENTS, METRICS
 
@@ -106,7 +106,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     logging = steps_of_tree(run.config, mapping(run.config.get("logging")).get("every") or 1) or 1
     quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
     if age > quiet:
-        return "silent", f"nothing written for {span(age)}"
+        return "silent", f"nothing written for {duration(age)}"
     return "running", ""
 
 
