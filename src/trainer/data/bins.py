@@ -215,6 +215,11 @@ class Bins:
         return number, position - int(self._starts[number]) + (number > 0)
 
 
+def dtype_for(vocab_size: int) -> str:
+    """Return the dtype that holds all ids below `vocab_size`."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 def stored(dtype: str) -> np.dtype:
     """Return the file's dtype for ids of a dtype."""
     return np.dtype(dtype).newbyteorder("<")

@@ -101,16 +101,10 @@ def _joined(parts: Sequence[Path], stem: str, most: int, tokenizer_hash: str) ->
             size = 0
         groups[-1].append(path)
         size += path.stat().st_size
-    facts, written = Shard.open(parts[0], tokenizer_hash).sidecar, []
+    like, written = Shard.open(parts[0], tokenizer_hash).sidecar, []
     for number, group in enumerate(groups):
-        writer = ShardWriter(
-            parts[0].with_name(f"{stem}.{number:05d}.bin" if len(groups) > 1 else f"{stem}.bin"),
-            source=facts.source,
-            vocab_size=facts.vocab_size,
-            end_of_text=facts.end_of_text,
-            tokenizer_hash=tokenizer_hash,
-            source_fingerprint=facts.source_fingerprint,
-        )
+        name = f"{stem}.{number:05d}.bin" if len(groups) > 1 else f"{stem}.bin"
+        writer = ShardWriter(parts[0].with_name(name), like)
         for path in group:
             writer.append(Shard.open(path, tokenizer_hash))  # open one at a time: there may be thousands
         writer.close()

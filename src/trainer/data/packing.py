@@ -10,13 +10,14 @@ shards with this file are complete, and the others are packed again from their f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from precision.errors import UserError
+from trainer.data.bins import FORMAT, Sidecar, dtype_for
 from trainer.data.records import Piece, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.sources import MixedBlock
@@ -77,12 +78,20 @@ class Packer:
         self._how = packing
         self._on_read = on_read
         self._tokenizer: Tokenizer = load_tokenizer(packing.tokenizer_path)
-        self._facts = {
-            "vocab_size": num_entries(self._tokenizer),
-            "end_of_text": end_of_text_id(self._tokenizer, packing.end_of_text),
-            "tokenizer_hash": file_hash(packing.tokenizer_path),
-            "source_fingerprint": packing.fingerprint,
-        }
+        vocab_size = num_entries(self._tokenizer)
+        self._empty = Sidecar(
+            format=FORMAT,
+            source="+".join(packing.names),
+            num_tokens=0,
+            num_documents=0,
+            num_text_bytes=0,
+            dtype=dtype_for(vocab_size),
+            sha256="",
+            vocab_size=vocab_size,
+            end_of_text=end_of_text_id(self._tokenizer, packing.end_of_text),
+            tokenizer_hash=file_hash(packing.tokenizer_path),
+            source_fingerprint=packing.fingerprint,
+        )
 
     def pack(self, work: PackJob) -> PackedShard:
         """Write the shard's files. Raises UserError for damaged text, unless that is allowed."""
@@ -92,7 +101,7 @@ class Packer:
 
         def writer(stem: str, source: str) -> ShardWriter:
             if stem not in writers:
-                writers[stem] = ShardWriter(how.folder / f"{stem}.bin", source=source, **self._facts)
+                writers[stem] = ShardWriter(how.folder / f"{stem}.bin", replace(self._empty, source=source))
             return writers[stem]
 
         train, held = f"train-{work.number:05d}", f"held-{work.number:05d}"
@@ -105,7 +114,7 @@ class Packer:
                 if held_out:
                     writer(f"{held}-{name}", name).add(ids, ends_document, piece_bytes)
                     continue
-                writer(train, "+".join(how.names)).add(ids, ends_document, piece_bytes)
+                writer(train, self._empty.source).add(ids, ends_document, piece_bytes)
                 documents[name][0] += ends_document
                 documents[name][1] += piece_bytes
             for each in writers.values():

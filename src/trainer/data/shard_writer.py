@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trainer.data.bins import FORMAT, Shard, Sidecar, stored
+from trainer.data.bins import Shard, Sidecar, stored
 from trainer.data.tokenizer import file_hash
 from trainer.data.verified import Stamp, stamp
 from trainer.files import create, replace_file, temporary_name
@@ -20,29 +19,14 @@ from trainer.files import create, replace_file, temporary_name
 class ShardWriter:
     """A growing shard: it begins with end-of-text, and has it after each document."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        source: str,
-        vocab_size: int,
-        end_of_text: int,
-        tokenizer_hash: str,
-        source_fingerprint: str,
-    ) -> None:
-        """Writes to a temporary name until `close`: `path` is complete or absent."""
+    def __init__(self, path: Path, like: Sidecar) -> None:
+        """like: a sidecar with the facts of this one, except counts and digest. Writes to a temporary name until
+        `close`: `path` is complete or absent."""
         self.path = path
+        self._like = like
         self._written = temporary_name(path)
-        self._facts: dict[str, Any] = {
-            "source": source,
-            "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
-            "vocab_size": vocab_size,
-            "end_of_text": end_of_text,
-            "tokenizer_hash": tokenizer_hash,
-            "source_fingerprint": source_fingerprint,
-        }
-        self._dtype = stored(self._facts["dtype"])
-        self._end = np.array([end_of_text], self._dtype)
+        self._dtype = stored(like.dtype)
+        self._end = np.array([like.end_of_text], self._dtype)
         self._digest = hashlib.sha256()
         self._num_tokens = self._num_documents = self._num_text_bytes = 0
         self._file = create(self._written)
@@ -75,13 +59,12 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        sidecar = Sidecar(
-            format=FORMAT,
+        sidecar = replace(
+            self._like,
             num_tokens=self._num_tokens,
             num_documents=self._num_documents,
             num_text_bytes=self._num_text_bytes,
             sha256=self._digest.hexdigest(),
-            **self._facts,
         )
         write_json(self.path.with_suffix(".json"), asdict(sidecar))
         self._written.replace(self.path)

@@ -12,13 +12,13 @@ import pytest
 
 from precision.errors import UserError
 from trainer.data import Bins, DamagedShard, Prepared, check_whole
+from trainer.data.bins import FORMAT, Sidecar, dtype_for
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.verified import ALONE
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
-    facts = {"source": "here", "vocab_size": vocab_size, "end_of_text": 0, "tokenizer_hash": "t"}
-    writer = ShardWriter(path, source_fingerprint="s", **facts)  # type: ignore[arg-type]
+    writer = ShardWriter(path, Sidecar(FORMAT, "here", 0, 0, 0, dtype_for(vocab_size), "", vocab_size, 0, "t", "s"))
     for document in documents:
         for piece in document:
             writer.add(np.array(piece), piece is document[-1], 1)

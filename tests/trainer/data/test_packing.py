@@ -18,7 +18,7 @@ from run_folders import snapshot
 
 from precision.errors import RunError, UserError
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
-from trainer.data.bins import Shard
+from trainer.data.bins import FORMAT, Shard, Sidecar
 from trainer.data.shard_writer import ShardWriter
 
 MakeData = Callable[..., DataConfig]
@@ -169,9 +169,9 @@ def test_more_shards_than_files_may_be_open(make_data: MakeData, monkeypatch: py
 
 
 def test_a_seam_is_one_token(tmp_path: Path) -> None:
-    facts = {"source": "x", "vocab_size": 99, "end_of_text": 0, "tokenizer_hash": "t", "source_fingerprint": "s"}
+    like = Sidecar(FORMAT, "x", 0, 0, 0, "uint16", "", 99, 0, "t", "s")
     for n, documents in enumerate([[[1, 2], [3]], [[4]], [[5, 6]]]):
-        writer = ShardWriter(tmp_path / f"train-{n}.bin", **facts)  # type: ignore[arg-type]
+        writer = ShardWriter(tmp_path / f"train-{n}.bin", like)
         for ids in documents:
             writer.add(np.array(ids), True, 1)
         writer.close()
