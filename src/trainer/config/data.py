@@ -208,14 +208,15 @@ def is_on_hub(tokenizer: str) -> bool:
 
 def check_data(data: DataConfig, vocab_size: int) -> None:
     """Raise UserError for settings that cannot work. Reads no file except the paths and `data.tokenizer`."""
-    _check_mix(data)
-    for part in source_configs(data):
+    sources = source_configs(data)
+    _check_mix(data, sources)
+    for part in sources:
         _check_part(part)
     if not 0.0 <= data.validation_fraction < 1.0:
         raise UserError(
             f"data.validation_fraction={data.validation_fraction}: must lie between 0 and 1, for example 0.05"
         )
-    for part in source_configs(data):
+    for part in sources:
         if data.validation_fraction == 0 and part.held_out is None and part.source is not Source.bins:
             raise UserError(
                 f"data.validation_fraction=0: leaves no part of {part.name} for evaluation: set {part.key}."
@@ -237,7 +238,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
     if not data.end_of_text:
         why = "documents need a token between them"
         raise UserError(f"data.end_of_text='': {why}: set one, for example \"data.end_of_text='<|endoftext|>'\"")
-    trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
+    trains = data.tokenizer is None and all(part.source is not Source.bins for part in sources)
     if trains and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocab_size}: a byte-level tokenizer has an entry for each of the 256 bytes and one for "
@@ -245,7 +246,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         )
 
 
-def _check_mix(data: DataConfig) -> None:
+def _check_mix(data: DataConfig, sources: list[SourceConfig]) -> None:
     if not data.mix:
         return
     for key in ("path", "validation_path"):
@@ -262,7 +263,7 @@ def _check_mix(data: DataConfig) -> None:
         if (entry.weight is None) != (data.mix[0].weight is None):
             shown = "null" if entry.weight is None else entry.weight
             raise UserError(f"{key}.weight={shown}: give all sources a weight, or none")
-    kinds = {part.source is Source.bins for part in source_configs(data)}
+    kinds = {part.source is Source.bins for part in sources}
     if kinds == {True, False}:
         raise UserError("data.mix: bins are prepared already and go with bins only: prepare the others first")
     if kinds == {True} and data.mix[0].weight is not None:
