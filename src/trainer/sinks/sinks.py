@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
-from trainer.config_diff import without_secrets
+from trainer.config_diff import read_yaml, without_secrets
 from trainer.files import last_step_in
 from trainer.launch.liveness.job_store import Failure
 from trainer.run.names import CONFIG, EVENTS, METRICS, TENSORS
@@ -97,8 +96,7 @@ class Sinks:
         self._tensors = JsonLines(run.path / TENSORS, self._alarm("disk"), _TENSORS_LIMIT, self._say)
         self._events = JsonLines(run.path / EVENTS, self._alarm("disk"))
         if logging.wandb.enabled:
-            config = cast(dict[str, Any], without_secrets(OmegaConf.to_container(OmegaConf.load(run.path / CONFIG))))
-            config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may contain secrets
+            config = without_secrets(read_yaml((run.path / CONFIG).read_bytes()))
             wandb = logging.wandb
             self._wandb = WandbTracker(
                 run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._alarm("wandb")
@@ -181,31 +179,29 @@ class Sinks:
 
     def header(self, rows: Iterable[tuple[str, str]]) -> None:
         """Show what the run will do: labels and values, in the log, and on the screen if it shows progress."""
-        self._rows(rows, self._screen.row if self._show_events else lambda *row: None)
+        for label, value in rows:
+            self._row(label, value, self._show_events)
 
     def log(self, text: str) -> None:
         """Write lines that are on the screen already to the log."""
         for line in text.splitlines():
             self._log.write(line)
 
-    def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[str, str], None]) -> None:
-        for label, value in rows:
-            self._log.write(f"{label}: {value}")
-            show(label, value)
+    def _row(self, label: str, value: str, is_shown: bool = True) -> None:
+        self._log.write(f"{label}: {value}")
+        if is_shown:
+            self._screen.row(label, value)
 
     def summary(self, summary: Summary) -> None:
         """Show the run's result, and its folder."""
         bar = "" if summary.bigram_loss is None else f" (bigrams: {summary.bigram_loss:.4f})"
-        lines = {
-            "validation loss": f"{summary.validation_loss:.4f} nats per token{bar}",
-            "tokens per second": f"{summary.tokens_per_second:,.0f}",
-            "peak memory": f"{summary.peak_memory_gib:.2f} GiB",
-            "skipped steps": f"{summary.skipped_steps} of {summary.step}",
-            "run folder": str(summary.folder),
-        }
         self._screen.close()
         self._screen.line(Text())
-        self._rows(lines.items(), self._screen.row)
+        self._row("validation loss", f"{summary.validation_loss:.4f} nats per token{bar}")
+        self._row("tokens per second", f"{summary.tokens_per_second:,.0f}")
+        self._row("peak memory", f"{summary.peak_memory_gib:.2f} GiB")
+        self._row("skipped steps", f"{summary.skipped_steps} of {summary.step}")
+        self._row("run folder", str(summary.folder))
 
     def state_dict(self) -> dict[str, Any]:
         """Return, for the checkpoint, the W&B run id, which a resumed run continues, and the last step in
