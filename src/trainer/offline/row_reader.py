@@ -8,7 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
@@ -30,6 +30,14 @@ def row_steps(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+class Entry(NamedTuple):
+    """A tensor of a folder."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class HfFolder:
     """The tensors of a folder in Hugging Face's layout. Raises UserError, naming the file, for what cannot be read."""
 
@@ -38,27 +46,26 @@ class HfFolder:
             raise UserError(f"{folder}: no such folder; give one with config.json and *.safetensors")
         self.folder = folder
         self.config = self.json("config.json")
-        self._file = self._files()
-        self._entry: dict[str, tuple[str, tuple[int, ...]]] = {}
-        wanted: dict[str, list[str]] = defaultdict(list)
-        for tensor, name in self._file.items():
-            wanted[name].append(tensor)
-        for name in sorted(wanted):
-            self._scan(name, wanted[name])
+        self._entries: dict[str, Entry] = {}
+        for name, wanted in sorted(self._files().items()):
+            found = self._scan(name)
+            if lacking := sorted(wanted - found.keys()):
+                raise UserError(f"{folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
+            self._entries |= {tensor: found[tensor] for tensor in wanted or found}
 
     def names(self) -> set[str]:
-        return set(self._file)
+        return set(self._entries)
 
     def dtype(self, name: str) -> str:
         """Return the dtype as safetensors spells it: F32, BF16, F8_E4M3."""
-        return self._entry[name][0]
+        return self._entries[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry[name][1]
+        return self._entries[name].shape
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read some rows of a tensor, in its dtype."""
-        with safe_open(self.folder / self._file[name], framework="pt") as file:
+        with safe_open(self.folder / self._entries[name].file, framework="pt") as file:
             found = file.get_slice(name)[rows]
             copy = found.clone()
             del found
@@ -76,31 +83,27 @@ class HfFolder:
             raise UserError(f"{path}: not a JSON object; fetch the file again")
         return content
 
-    def _files(self) -> dict[str, str]:
-        """Return the file name of each tensor, by its name."""
+    def _files(self) -> dict[str, set[str]]:
+        """Return the tensors of each file, by its name; an empty set for all that it has."""
         if (self.folder / HF_INDEX).is_file():
-            found = self.json(HF_INDEX).get("weight_map")
-            if not isinstance(found, dict):
+            index = self.json(HF_INDEX).get("weight_map")
+            if not isinstance(index, dict):
                 raise UserError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
-            return found
+            files: dict[str, set[str]] = defaultdict(set)
+            for tensor, name in index.items():
+                files[name].add(tensor)
+            return files
         if (self.folder / HF_SINGLE).is_file():
-            return dict.fromkeys(self._open(HF_SINGLE), HF_SINGLE)
+            return {HF_SINGLE: set()}
         raise UserError(f"{self.folder}: neither {HF_INDEX} nor {HF_SINGLE} in it; only safetensors can be read")
 
-    def _open(self, name: str) -> list[str]:
+    def _scan(self, name: str) -> dict[str, Entry]:
+        """Return the tensors of a file by name."""
         try:
             with safe_open(self.folder / name, framework="pt") as file:
-                return list(file.keys())
+                parts = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (it is no dict)
+                return {t: Entry(name, part.get_dtype(), tuple(part.get_shape())) for t, part in parts.items()}
         except FileNotFoundError:
             raise UserError(f"{self.folder / name} is missing; fetch it again") from None
         except Exception as error:  # the library raises no narrower class
             raise UserError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
-
-    def _scan(self, name: str, wanted: list[str]) -> None:
-        here = set(self._open(name))
-        if lacking := sorted(set(wanted) - here):
-            raise UserError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
-        with safe_open(self.folder / name, framework="pt") as file:
-            for tensor in wanted:
-                part = file.get_slice(tensor)
-                self._entry[tensor] = part.get_dtype(), tuple(part.get_shape())
