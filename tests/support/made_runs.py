@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from trainer.health.dashboard.read import Run
+
 LOOK, SHADOW, EVALUATION = 100, 250, 200
 """Steps between looks inside, shadows and evaluations."""
 NAMES = {
@@ -178,3 +180,10 @@ def continue_run(folder: Path, first: int, steps: int) -> None:
     """Write to a run's files what `steps` more steps after `first` bring."""
     write(folder / "metrics.jsonl", metrics(steps, 2, 1, "fp8_delayed", first))
     write(folder / "tensors.jsonl", tensors(steps, 2, 1, first))
+
+
+def opened(folder: Path) -> Run:
+    """A run as read so far."""
+    run = Run(folder)
+    run.poll()
+    return run

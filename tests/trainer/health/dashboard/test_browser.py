@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, DRAWN, Browser
-from made_runs import continue_run, make_run
+from made_runs import continue_run, make_run, opened
 
 from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import Run
@@ -28,10 +28,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory, long_run: Run) -> Path:
     """one.html, of a run of 4,000 steps; two.html, with a run in BF16 and an awkward name before it; short.html, of a
     run of 40."""
     folder = tmp_path_factory.mktemp("pages")
-    other = Run(make_run(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
-    short = Run(make_run(folder / "short", steps=40))
-    for run in (other, short):
-        run.poll()
+    other = opened(make_run(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
+    short = opened(make_run(folder / "short", steps=40))
     (folder / "short.html").write_text(page(payload([short])))
     (folder / "one.html").write_text(page(payload([long_run])))
     (folder / "two.html").write_text(page(payload([other, long_run])))
@@ -187,9 +185,7 @@ def test_a_zero_leaves_a_logarithmic_axis_to_the_other_values(browser: Browser, 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[4]["optim/update_ratio"] = 0  # a skipped step has no update
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = Run(folder)
-    run.poll()
-    (tmp_path / "page.html").write_text(page(payload([run])))
+    (tmp_path / "page.html").write_text(page(payload([opened(folder)])))
     browser.open((tmp_path / "page.html").as_uri())
     panel = PANEL.format("Update ratio")
     assert browser.run(f"({panel}.render(), {panel}.isLog)") and browser.run(f"{panel}.y[0]") > 1e-3
@@ -201,9 +197,7 @@ def test_tokens_at_a_step_are_those_of_its_phases(browser: Browser, tmp_path: Pa
     for line in lines:
         line["tokens"] = 10 * line["step"] if line["step"] <= 20 else 200 + 50 * (line["step"] - 20)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = Run(folder)
-    run.poll()
-    data = payload([run])
+    data = payload([opened(folder)])
     data["runs"][0]["about"]["stride"] = 2
     (tmp_path / "page.html").write_text(page(data))
     browser.open((tmp_path / "page.html").as_uri())
@@ -247,9 +241,7 @@ def test_blocks_of_experts_keep_their_names_where_there_are_many(browser: Browse
 
 
 def test_names_of_any_length_fit(browser: Browser, tmp_path: Path) -> None:
-    runs = [Run(make_run(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
-    for run in runs:
-        run.poll()
+    runs = [opened(make_run(tmp_path / f"{i}-{'long' * 40}", steps=40)) for i in range(2)]
     (tmp_path / "page.html").write_text(page(payload(runs, "(recovery.max_consecutive_skips=3): " + 40 * "long")))
     for width in (360, 1280):
         browser.show(width, 740)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import opened
 
 from trainer.health.dashboard.at_end import write_at_end
 from trainer.health.dashboard.page import EVENTS, page, payload
@@ -17,12 +18,6 @@ from trainer.health.dashboard.read import Run, Series
 from trainer.health.dashboard.summary import model_line, summary
 
 EVIL = "</script><script>alert(1)</script><!--\u2028"
-
-
-def opened(path: Path) -> Run:
-    run = Run(path)
-    run.poll()
-    return run
 
 
 def small(folder: Path, name: str = "mine", steps: int = 10, goal: int = 10, more: str = "") -> Path:

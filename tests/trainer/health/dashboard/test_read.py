@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import make_run
+from made_runs import make_run, opened
 
 from trainer.health.dashboard import read
 from trainer.health.dashboard.page import page, payload
@@ -34,8 +34,7 @@ def course(run: Run, key: str = "loss/lm") -> dict[int, float]:
 
 
 def test_a_growing_run_is_read_incrementally(folder: Path) -> None:
-    run = Run(folder)
-    run.poll()
+    run = opened(folder)
     assert course(run) == {1: 5.0, 2: 4.0} and course(run, "moe/entropy") == {2: 0.9}
     lines(folder / "metrics.jsonl", '{"step": 3, "loss')  # half a line waits
     run.poll()
@@ -53,8 +52,7 @@ def test_lines_without_metrics_are_skipped(folder: Path) -> None:
     lines(folder / "metrics.jsonl", *odd, {"step": 10, "loss/lm": 1.0})
     lines(folder / "tensors.jsonl", {"step": 1, "fp8": {"scale": [1.0]}}, {"names": 3}, "\x00\n", {"step": 2, "fp8": 1})
     lines(folder / "events.jsonl", {"step": 1}, {"kind": 7})
-    run = Run(folder)
-    run.poll()
+    run = opened(folder)
     assert course(run) == {1: 5.0, 2: 4.0, 10: 1.0} and not run.grids and not run.events
 
 
@@ -70,15 +68,13 @@ def test_a_page_is_made_of_damaged_files(tmp_path: Path) -> None:
         for _ in range(3):
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
-        run = Run(folder)
-        run.poll()
+        run = opened(folder)
         assert "</html>" in page(payload([run], "x"))
         shutil.rmtree(folder)
 
 
 def test_a_file_that_is_replaced_is_read_again(folder: Path) -> None:
-    run = Run(folder)
-    run.poll()
+    run = opened(folder)
     lines(folder / "metrics.jsonl", {"step": 1, "loss/lm": 5.0}, mode="w")  # a resumed run drops lines
     run.poll()
     assert course(run) == {1: 5.0} and not run.poll()
@@ -95,8 +91,7 @@ def test_a_run_that_goes_back_takes_the_new_course(folder: Path) -> None:
     names = {"names": {"fp8": ["a", "b"]}}
     columns = [{"step": step, "fp8": {"scale": [step, 2.0]}} for step in (1, 2)]
     lines(folder / "tensors.jsonl", names, *columns)
-    run = Run(folder)
-    run.poll()
+    run = opened(folder)
     lines(folder / "metrics.jsonl", {"step": 1, "loss/lm": 5.5}, {"step": 3, "loss/lm": 3.0})
     lines(folder / "tensors.jsonl", names, {"step": 1, "fp8": {"scale": [7.0, None]}})
     run.poll()
@@ -111,15 +106,13 @@ def test_rows_that_change_on_a_resume(folder: Path) -> None:
     tensors = folder / "tensors.jsonl"
     lines(tensors, first, {"step": 1, "fp8": {"scale": [1.0, 2.0]}}, other, {"step": 2, "fp8": {"scale": [3.0, 4.0]}})
     lines(tensors, {"step": 2, "shadow": {"cosine": {"x": 0.5}}, "load": [[1, 2]]})
-    run = Run(folder)
-    run.poll()
+    run = opened(folder)
     assert run.rows["fp8"] == ["a", "b", "c"] and run.rows["shadow"] == ["x"] and run.load == (2, [[1, 2]])
     np.testing.assert_array_equal(run.grids["fp8/scale"].matrix(3), [[1, 2, np.nan], [np.nan, 4, 3]])
 
 
 def test_a_folder_that_comes_later_and_goes(tmp_path: Path) -> None:
-    run = Run(tmp_path / "later")
-    run.poll()
+    run = opened(tmp_path / "later")
     assert not run.there and not run.series
     run.path.mkdir()
     lines(run.path / "metrics.jsonl", {"step": 1, "loss/lm": 5.0})
@@ -136,8 +129,7 @@ def test_a_folder_that_comes_later_and_goes(tmp_path: Path) -> None:
 def test_of_a_file_that_is_too_long_every_nth_line_is_read(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (long_run.path / "tensors.jsonl").stat().st_size
     monkeypatch.setattr(read, "BUDGET", size // 10)
-    run = Run(long_run.path)
-    run.poll()
+    run = opened(long_run.path)
     assert run.stride == 11
     assert 150 < len(run.grids["fp8/scale"].steps) < 250  # of 2000
     assert len(run.grids["fp8/error"].steps) == 40  # looks are few: all of them
