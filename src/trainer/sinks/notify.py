@@ -11,9 +11,9 @@ with `rule`, `value`, `threshold` and further names only if the event has them. 
 under the name that Slack and similar services expect. The command gets the object on its standard input, and each field
 in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
 
-Notifications never delay training. Webhook and command each have a queue, a thread that the first notice starts, and a
-time limit for each notice; notices that do not fit in the queue are dropped. `warn` reports a failure once, without the
-URL's path, which is often a secret.
+Notifications never delay training. Webhook and command each have a queue, a thread, and a time limit for each notice;
+notices that do not fit in the queue are dropped. `warn` reports a failure once, without the URL's path, which is often
+a secret.
 """
 
 import contextlib
@@ -116,22 +116,17 @@ class _Channel:
     def __init__(self, name: str, deliver: Callable[[Notice], None], warn: Callable[[str], None]):
         self._name, self._deliver, self._warn = name, deliver, warn
         self._queue: queue.Queue[Notice | None] = queue.Queue(WAITING)
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._failed, self._closed = False, False
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def put(self, notice: Notice) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
         try:
             self._queue.put_nowait(notice)
         except queue.Full:
             self._fail(f"{WAITING} notices are queued; further ones are discarded")
 
     def close(self, deadline: float) -> None:
-        if self._thread is None or self._closed:
+        if self._closed:
             return
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(
@@ -154,9 +149,8 @@ class _Channel:
                 self._queue.task_done()
 
     def _fail(self, reason: str) -> None:
-        with self._lock:
-            first, self._failed = not self._failed, True
-        if first:
+        if not self._failed:
+            self._failed = True
             self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not reported")
 
 
