@@ -296,9 +296,9 @@ class ExpertEntropy(_Experts):
 
 def _rows(tensors: Entry | None, group: str, key: str) -> dict[str, float]:
     """Return the values of one statistic in an entry of tensors.jsonl by name, None as NaN; {} without it."""
-    if tensors is None or not isinstance(tensors.get(group), dict):
+    if tensors is None:
         return {}
-    names, values = tensors.get("names", {}).get(group), tensors[group].get(key)
-    if not names or values is None or len(names) != len(values):
+    names, values = tensors["names"].get(group, []), tensors.get(group, {}).get(key) or []
+    if len(names) != len(values):
         return {}
     return {name: math.nan if value is None else float(value) for name, value in zip(names, values, strict=True)}
