@@ -31,8 +31,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from precision.errors import UserError
 from trainer.config.health import PowerConfig
@@ -43,8 +43,7 @@ from trainer.launch.world import World
 NONE = math.nan
 
 
-@dataclass
-class Reading:
+class Reading(NamedTuple):
     """Measurements of a rank's GPU since the line before. NaN: unknown."""
 
     watts: float = NONE
@@ -68,10 +67,6 @@ class Reading:
     """Uncorrected errors since the thread started."""
     lost: float = 0.0
     """1: NVML no longer reaches the GPU."""
-
-    def row(self) -> list[float]:
-        """The fields as numbers, in order."""
-        return [getattr(self, f.name) for f in fields(self)]
 
 
 @dataclass
@@ -128,7 +123,7 @@ class Sampler:
                 means = {name: total / seconds for name, (total, seconds) in window.sums.items()}
                 self._known = Reading(celsius=window.celsius, memory_celsius=window.memory_celsius, **means)
             if self._ecc is not None:
-                self._known.ecc_errors = self._ecc[1] - self._ecc[0]
+                self._known = self._known._replace(ecc_errors=self._ecc[1] - self._ecc[0])
             return Reading(lost=1.0) if self._lost else self._known
 
     def sample(self) -> None:
@@ -265,7 +260,7 @@ class PowerMeter:
         if not self._found.ranks:
             return {}
         own = self._sampler.take() if self._sampler is not None else Reading()
-        readings = self.readings = [Reading(*row) for row in self._world.gather_numbers(own.row())]
+        readings = self.readings = [Reading(*row) for row in self._world.gather_numbers(list(own))]
         for rank in self._found.ranks:
             if readings[rank].lost and rank not in self._lost:
                 self._lost.add(rank)

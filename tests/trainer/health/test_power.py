@@ -63,7 +63,7 @@ def test_power_is_the_difference_of_the_energy_counter(nvml, clock) -> None:
 def test_a_line_without_a_new_sample_repeats_what_is_known(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
     s = sampler()
-    assert all(math.isnan(value) for value in s.take().row()[:-2])
+    assert all(math.isnan(value) for value in s.take()[:-2])
     first = samples(s, gpu, clock, {"energy": 10**9 + 600_000, "temperature": 66})
     assert (first.watts, first.celsius) == (pytest.approx(600), 66)
     assert s.take() == first
@@ -243,7 +243,7 @@ def test_without_nvml_a_run_on_a_gpu_reports_it_once(nvml) -> None:
 
 def test_a_gpu_lost_on_another_rank_is_reported_once_and_the_others_continue() -> None:
     events: list[Any] = []
-    world = Pair("cuda", Reading(lost=1.0).row())
+    world = Pair("cuda", list(Reading(lost=1.0)))
     config = PowerConfig(Switch.auto, 1.0)
     meter = PowerMeter(
         MeteredGpus(None, [0, 1], True, ""), config, world, lambda *what, **more: events.append((what, more))
@@ -257,12 +257,12 @@ def test_a_gpu_lost_on_another_rank_is_reported_once_and_the_others_continue() -
 
 def test_energy_per_token_waits_for_the_power_of_every_gpu() -> None:
     """A rank's first sample may come after the first line, and a GPU may have no sensor of its power."""
-    other = Pair("cuda", Reading().row())
+    other = Pair("cuda", list(Reading()))
     meter = PowerMeter(MeteredGpus(None, [0, 1], True, ""), PowerConfig(Switch.auto, 1.0), other, lambda *what: None)
     meter._sampler = Mock(take=lambda: A)
     line = meter.read(1, 1000, 2.0, 4)
     assert line["gpu/power_watts"] == 600 and "gpu/joules_per_token" not in line
-    vars(other)["other"][0] = B.row()
+    vars(other)["other"][0] = list(B)
     assert meter.read(2, 1000, 2.0, 4)["gpu/joules_per_token"] == pytest.approx(2.2)
 
 
