@@ -46,7 +46,8 @@ class Operations(TorchDispatchMode):
     def _leave(self) -> None:
         self._inside.pop()
 
-    def remove_hooks(self) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
 

@@ -76,12 +76,10 @@ def _observe_step(
     seen, device = Observations(), arena.amax.device
     begin_step(model, arena)
     gemms = GemmRecorder(model, arena, seen)
-    operations = Operations(model, gemms, arena, seen)
     factor = loss_factor(model, 1, loss_scale)
-    with recorded(gemms, ours), operations:
+    with recorded(gemms, ours), Operations(model, gemms, arena, seen):
         total = model(batch.to(device)).total
         (total if factor is None else total * factor).backward()
-    operations.remove_hooks()
     if loss_scale is not None:
         optimizer.unscale(loss_scale.scale)
     for parameter in model.parameters():
