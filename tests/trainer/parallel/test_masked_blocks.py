@@ -14,7 +14,8 @@ from trainer.parallel.blocks import parallelize
 from trainer.step.engine import build_model
 
 Configs = Callable[..., Config]
-KEYS = ("precision=fp32", "model.num_mtp_layers=1", "model.num_layers=1")
+KEYS = ("precision=fp32", "model.num_mtp_layers=1", "model.num_layers=1", "model.num_experts=2")
+KEYS += ("model.num_experts_per_token=1",)  # a graph has each expert's product
 END = 5
 
 
