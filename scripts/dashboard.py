@@ -8,6 +8,7 @@ The file needs no network and no other file: it can be mailed, or opened on a ph
 training, or start later; to view it from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
 """
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,6 @@ from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
     from trainer.health.dashboard.read import Run
-
-
-def main() -> int:
-    return guarded(run)
 
 
 def run() -> None:
@@ -107,4 +104,4 @@ def serve(paths: list[Path], port: int) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(guarded(run))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.launch.command_line import guarded
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,7 +61,6 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     monkeypatch.chdir(runs)
-    os.mkfifo(runs / "pipe")
     taken = socket.create_server(("127.0.0.1", 0))
     port = str(taken.getsockname()[1])
     for arguments, said in (
@@ -67,7 +68,7 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (["empty"], "empty: no metrics.jsonl in it; give"),
         (["a", "a"], "named twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: its folder does not exist"),
-        (["a", "--out", "pipe"], "--out pipe: not a file; give a file"),
+        (["a", "--out", "empty"], "--out empty: not a file; give a file"),
         (["a", "--port", "1"], "--port 1: it is for --serve"),
         (["a", "--serve", "--out", "x"], "--out x: --serve writes no file"),
         (["a", "--serve", "--port", port], f"--port {port}: Address already in use"),
@@ -76,7 +77,7 @@ def test_mistakes_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ([".", "--serve"], ".: a folder of runs"),
     ):
         monkeypatch.setattr(sys, "argv", ["dashboard.py", *arguments])
-        assert script.main() == 2, arguments
+        assert guarded(script.run) == 2, arguments
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("octet: error: ") and said in err and err.count("\n") == 1, err
     taken.close()
