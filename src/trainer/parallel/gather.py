@@ -22,7 +22,8 @@ Both give the same numbers, bit for bit, if a part can be quantised separately:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from trainer.parallel.large import GatherBuffer
 from trainer.parallel.mesh import is_large
 from trainer.parallel.shard_views import local
 
+NONE = torch.empty(0)
 ALIGNED = 4  # elements: compiled code copies operands that do not start at 16 bytes
 
 _foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -135,7 +137,7 @@ class SplitGatherFormat(GatherFormat):
         return super()._part(shape)
 
     def _receive(self, numbers: Tensor) -> list[Tensor]:
-        given = self._agreed.of_part(self._row).scale if self._fp8_layer.recipe.is_fp8 else None
+        given = self._row.scale if self._fp8_layer.recipe.is_fp8 else None
         return self._fp8_layer.receive(numbers, given)
 
 
@@ -158,19 +160,19 @@ class Fp8GatherFormat(GatherFormat):
         if not self._fp8_layer.recipe.is_fp8:
             return super()._part(shape)
         self._agreed.ensure_amaxes()
-        sent = self._agreed.sent.get(self._row.start)
-        if sent is None:
-            sent = self._quantised(shape)
-            if self._freed:
-                self._agreed.sent[self._row.start] = sent
+        if self._row.sent is not None:
+            return self._row.sent
+        sent = self._quantised(shape)
+        if self._freed:
+            self._row.sent = sent
         return sent
 
     def _quantised(self, shape: torch.Size) -> tuple[Tensor, ...]:
         """Return this rank's quantised part as bytes of `shape`, and the scales that travel with them."""
-        shard, own = local(self._layer.weight), self._agreed.of_part(self._row)
+        shard = local(self._layer.weight)
         if not shard.shape[0]:
             return (shard.new_empty(shape, dtype=torch.uint8),)
-        data, inv = self._fp8_layer.quantize_part(shard, own.scale, own.amax)
+        data, inv = self._fp8_layer.quantize_part(shard, self._row.scale, self._row.amax)
         if shard.shape[0] == shape[0]:
             return data.view(torch.uint8), *((inv.contiguous(),) if self._row.blocks else ())
         sent = shard.new_empty(shape, dtype=torch.uint8)
@@ -184,7 +186,7 @@ class Fp8GatherFormat(GatherFormat):
         if not self._fp8_layer.recipe.is_fp8:
             return super()._arrive(gathered, metadata, dtype, out=out)
         numbers, freed = self._numbers(gathered)
-        inv = gathered[-1] if self._row.blocks else self._agreed.inverse(self._row)
+        inv = gathered[-1] if self._row.blocks else self._row.inverse
         made = self._fp8_layer.receive_quantized(numbers, inv)
         return (_Edge.of(self._shape, dtype, numbers.device), made + freed) if out is None else None
 
@@ -204,22 +206,24 @@ def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None
     return GatherFormat(layer, ranks)
 
 
-class _Row(NamedTuple):
+@dataclass(eq=False)
+class _Row:
     """A synchronised weight. start: of its numbers in the common buffers, one, or one an expert of the plan; first: the
-    expert that this rank's part begins with; blocks: it has block scales."""
+    expert that this rank's part begins with; blocks: it has block scales.
+
+    scale, amax: to quantise this rank's part under, and of the whole; inverse: scales of the weight, 0-d, or one for
+    each expert of this rank. sent: the quantised part, if it is gathered again before the masters change.
+    """
 
     layer: Linear | GroupedLinear
     shared: nn.Parameter
     start: int
     first: int
     blocks: bool
-
-
-class _ShardScale(NamedTuple):
-    """For a rank's part: the scale to quantise it under (of a tensor), and the whole's amax."""
-
-    scale: Tensor
-    amax: Tensor
+    scale: Tensor = NONE
+    amax: Tensor = NONE
+    inverse: Tensor = NONE
+    sent: tuple[Tensor, ...] | None = None
 
 
 class WeightAmaxSync:
@@ -229,19 +233,15 @@ class WeightAmaxSync:
     the order of messages on all ranks. The arena receives them as the step's amaxes of weights.
 
     fp8: whether weights may travel in FP8. ranks: all that have parts of these weights; None: all there are. split:
-    layers with only a part of their weight. sent: quantised parts of weights that are gathered again before the masters
-    change, by their rows' start.
+    layers with only a part of their weight.
     """
 
     def __init__(self, fp8: bool, ranks: dist.ProcessGroup | None = None) -> None:
         self.fp8, self._ranks = fp8, ranks
         self.split: set[nn.Module] = set()
-        self.sent: dict[int, tuple[Tensor, ...]] = {}
         self._rows: list[_Row] = []
         self._size, self._known, self._bound = 0, False, False
-        self._amax = self._scale = self._inverse = torch.empty(0)
-        self._own: dict[int, _ShardScale] = {}
-        self._inverses: dict[int, Tensor] = {}
+        self._amax = self._scale = self._inverse = NONE
 
     def add(self, layer: Linear | GroupedLinear, mesh: DeviceMesh) -> _Row:
         """Add a weight, cut over `mesh`. All weights must be added before the first is sent."""
@@ -257,15 +257,8 @@ class WeightAmaxSync:
     def forget(self) -> None:
         """Mark the amaxes as outdated: the masters change, or a step begins."""
         self._known = False
-        self.sent.clear()
-
-    def of_part(self, row: _Row) -> _ShardScale:
-        """Return the scale and amax for quantising this rank's part."""
-        return self._own[row.start]
-
-    def inverse(self, row: _Row) -> Tensor:
-        """Return the inverse scales of the weight: 0-d, or one for each expert of this rank."""
-        return self._inverses[row.start]
+        for row in self._rows:
+            row.sent = None
 
     @torch.no_grad()
     def ensure_amaxes(self) -> None:
@@ -278,7 +271,7 @@ class WeightAmaxSync:
         for row in self._rows:
             shard = local(row.shared)
             if shard.numel():
-                torch.linalg.vector_norm(shard, torch.inf, dim=(-2, -1), out=self._own[row.start].amax)
+                torch.linalg.vector_norm(shard, torch.inf, dim=(-2, -1), out=row.amax)
         self._amax.copy_(self._amax.bfloat16())  # rounding preserves order: this is the amax of the rounded weight
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
         dist.all_reduce(self._amax, dist.ReduceOp.MAX, group=self._ranks)
@@ -312,7 +305,7 @@ class WeightAmaxSync:
             if amax.dim():
                 part = slice(row.first, row.first + local(row.shared).shape[0])
                 amax, scale = amax[part], scale[part]
-            self._own[row.start], self._inverses[row.start] = _ShardScale(scale, amax), inverse
+            row.scale, row.amax, row.inverse = scale, amax, inverse
         self._bound = True
 
 
