@@ -83,8 +83,7 @@ class Note:
 class RunFolder:
     """A run's folder, locked for this process until `close()`.
 
-    path: the folder. resumed_from: the checkpoint to resume from, None for a start. first_step: its step, or 0. notes:
-    events of the opening.
+    path: the folder. resumed_from: the checkpoint to resume from, None for a start. notes: events of the opening.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class RunFolder:
         with as_user_error(parent):
             self.path, checkpoint = locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
-        self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
         check_links(self.path)
         with ExitStack() as on_error:
@@ -135,7 +133,6 @@ class RunFolder:
             else:
                 if check is not None:
                     check(read_meta(self.resumed_from), self.resumed_from)
-                self.first_step = checkpoint_step(self.resumed_from) or 0
                 self._resume(texts)
             on_error.pop_all()
 
@@ -157,7 +154,7 @@ class RunFolder:
         run, opened = config.run, []
         with ExitStack() as on_error:
 
-            def first(verify: Verify) -> tuple[str, str | None, int]:
+            def first(verify: Verify) -> tuple[Path, Path | None]:
                 texts = {
                     CONFIG: stamped(OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None)))),
                     "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
@@ -179,7 +176,7 @@ class RunFolder:
                 )
                 on_error.callback(ours.close)
                 opened.append(ours)
-                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
+                return ours.path, ours.resumed_from
 
             if not world.is_first:
                 check_shared(None, world)  # rank 0 calls it when it has locked the folder
@@ -188,11 +185,15 @@ class RunFolder:
         return opened[0] if opened else cls._opened_by_another(*answer)
 
     @classmethod
-    def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
+    def _opened_by_another(cls, path: Path, resumed_from: Path | None) -> "RunFolder":
         run = cls.__new__(cls)
-        run.notes, run.path, run.first_step, run._lock, run._is_made = [], Path(path), first_step, None, False
-        run.resumed_from = Path(resumed_from) if resumed_from is not None else None
+        run.path, run.resumed_from, run.notes, run._lock, run._is_made = path, resumed_from, [], None, False
         return run
+
+    @property
+    def first_step(self) -> int:
+        """The step to resume from; 0 for a start."""
+        return 0 if self.resumed_from is None else checkpoint_step(self.resumed_from) or 0
 
     @property
     def is_new(self) -> bool:

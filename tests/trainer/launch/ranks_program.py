@@ -61,7 +61,7 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
         run = RunFolder(Path(folder), name, resume, "x", {"config.yaml": ""}, patience=60)
         world.broadcast(str(run.path))
     else:
-        run = RunFolder._opened_by_another(world.broadcast(""), None, 0)
+        run = RunFolder._opened_by_another(Path(world.broadcast("")), None)
     error = None
     sinks = Sinks(LOGGING, run, steps, rank=world.rank)
     world.rank_group.on_end.append(sinks.ended)

@@ -33,7 +33,7 @@ def scalars(folder: Path, key: str) -> list[tuple[int, float]]:
 
 def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunFolder, screen: Screen) -> None:
     for first, last in ((0, 5), (3, 6)):  # killed after step 5, resumed from step 3
-        run.first_step = first
+        run.resumed_from = run.path / "checkpoints" / f"step_{first:08d}"
         with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
             for step in range(first + 1, last + 1):
                 sinks.metrics({"step": step, "loss/lm": float(step + 10 * first)})
