@@ -310,8 +310,6 @@ def test_an_altered_end_of_text_is_not_exported_nor_evaluated(runs: Path, tmp_pa
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("end_of_text: <|endoftext|>", "end_of_text: def"))
     assert (run / "config.yaml").read_text() != config
-    export_run(run, tmp_path / "out", ExportFormat.bf16)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
     assert open_run(run).config.data.end_of_text == "<|endoftext|>"
     (checkpoint,) = (run / "checkpoints").iterdir()
     state = (checkpoint / "state.json").read_text()

@@ -45,21 +45,21 @@ class _TemperatureLimit(Rule):
     """A GPU was warmer than this at any sample since the line before."""
 
     of_process = True
-    KEY: ClassVar[str]
-    WHAT: ClassVar[str]
-    RANK: ClassVar[str]
+    key: ClassVar[str]
+    what: ClassVar[str]
+    rank: ClassVar[str]
 
     def __init__(self, celsius: float):
         self._celsius = celsius
 
     def check(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        hot = number(metrics, self.KEY)
+        hot = number(metrics, self.key)
         if hot is None:
             return None
         if hot <= self._celsius:
             return []
         message = (
-            f"{self.WHAT} of {_gpu_of_rank(metrics, self.RANK)} is at {hot:.0f} °C "
+            f"{self.what} of {_gpu_of_rank(metrics, self.rank)} is at {hot:.0f} °C "
             f"(health.alerts.{self.name}={self._celsius:g}): it will throttle soon, then shut down; cool it, or "
             "lower its power limit (`nvidia-smi -pl`)"
         )
@@ -69,13 +69,13 @@ class _TemperatureLimit(Rule):
 class GpuCelsius(_TemperatureLimit):
     """The core is too hot."""
 
-    name, KEY, WHAT, RANK = "gpu_celsius", "gpu/temperature_c", "the core", "hottest_rank"
+    name, key, what, rank = "gpu_celsius", "gpu/temperature_c", "the core", "hottest_rank"
 
 
 class GpuMemoryCelsius(_TemperatureLimit):
     """The memory is too hot."""
 
-    name, KEY, WHAT, RANK = "gpu_memory_celsius", "gpu/memory_temperature_c", "the memory", "hottest_memory_rank"
+    name, key, what, rank = "gpu_memory_celsius", "gpu/memory_temperature_c", "the memory", "hottest_memory_rank"
 
 
 class GpuMemoryErrors(Rule):
