@@ -70,9 +70,7 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
         warnings.warn(f"{path}: is from before files had digests; `{accepting(path)}` adds one", stacklevel=2)
         return content
     if content[DIGEST] != digest_of(content):
-        raise UserError(
-            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{accepting(path)}`"
-        )
+        raise _altered(path, fix)
     return {key: value for key, value in content.items() if key != DIGEST}
 
 
@@ -88,9 +86,7 @@ def read_stamped(path: Path, fix: str) -> str:
     """
     first, _, rest = (text := _text(path, "was altered (it is not text)", fix)).partition("\n")
     if first.startswith("#") and text != stamped(rest):
-        raise UserError(
-            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{accepting(path)}`"
-        )
+        raise _altered(path, fix)
     return rest if first.startswith("#") else text
 
 
@@ -113,6 +109,11 @@ def accept(path: Path, **changed: Any) -> None:
     """Sign a file as it is now, with some of its keys `changed`. Raises UserError if it is not a JSON object."""
     content = {**_read(path, "correct it"), **changed}
     write_signed(path, {key: value for key, value in content.items() if key != DIGEST})
+
+
+def _altered(path: Path, fix: str) -> UserError:
+    accept = f"accept an edit with `{accepting(path)}`"
+    return UserError(f"{path}: was altered (it does not match its digest); {fix}, or {accept}")
 
 
 def _text(path: Path, no_text: str, fix: str) -> str:
