@@ -228,9 +228,8 @@ def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
     values: dict[str, Any] = {ours: given.get(theirs, _OPTIONAL.get(theirs)) for ours, theirs in _SAME_KEYS.items()}
     values |= {"num_expert_groups": hf.get("n_group") or 1, "num_groups_per_token": hf.get("topk_group") or 1}
     if scoring is RouterScoring.softmax:
-        if values[
-            "norm_topk_prob"
-        ]:  # DeepSeek's own code then skips routed_scaling_factor; transformers ignores the key
+        # with it, DeepSeek's own code skips routed_scaling_factor; transformers ignores the key
+        if values["norm_topk_prob"]:
             raise UserError(f"config.json: norm_topk_prob=True; a {kind} can only be built with False here")
         values["router_bias_update_rate"] = 0.0
     theta, yarn = _read_rope(hf)
