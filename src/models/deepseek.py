@@ -16,7 +16,7 @@ from models.block import Block, DenseBlock, MoEBlock
 from models.config import ModelConfig, NormPosition
 from models.context import ContextSplit
 from models.documents import beyond, bounds_of, documents_of
-from models.layers import FFN, Embedding, RMSNorm, normed, qk_bound, rope_table, softmax_scale
+from models.layers import FFN, Embedding, RMSNorm, normed, rope_table
 from models.loss import Losses, targets_ahead
 from models.mla import MLA
 from models.moe import MoE
@@ -45,12 +45,12 @@ class DeepSeek(nn.Module):
         blocks: list[Block] = []
         for i in range(config.num_layers):
             name = f"layers.{i}"
-            attn = _mla(config, plan, f"{name}.attn")
+            attn = MLA(config, plan, f"{name}.attn")
             if i < config.num_dense_layers:
                 ffn = FFN(plan, f"{name}.ffn", "ffn", D, config.intermediate_size, config.activation)
                 blocks.append(DenseBlock(plan, name, attn, ffn, D, eps, gain))
             else:
-                moe = _moe(config, plan, f"{name}.moe", residual)
+                moe = MoE(config, plan, f"{name}.moe", residual)
                 blocks.append(MoEBlock(plan, name, attn, moe, D, eps, gain))
         self.layers = nn.ModuleList(blocks)
         self.norm = None if post else RMSNorm(plan, "norm", D, eps)
@@ -60,7 +60,7 @@ class DeepSeek(nn.Module):
             self.lm_head.grad_slot.scales_itself = bounds_gradient(self.lm_head.recipe)
         depths: list[Block] = []
         for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
-            attn, moe = _mla(config, plan, f"{name}.attn"), _moe(config, plan, f"{name}.moe", residual)
+            attn, moe = MLA(config, plan, f"{name}.attn"), MoE(config, plan, f"{name}.moe", residual)
             depths.append(MTPBlock(plan, name, attn, moe, D, eps, gain))
         self.mtp = nn.ModuleList(depths)
         self._blocks = [(f"layers.{i}", block) for i, block in enumerate(blocks)]
@@ -140,17 +140,10 @@ class DeepSeek(nn.Module):
             ahead, targets = tokens_ahead(embedded, k, own), targets_ahead(tokens, k + 1)
             if documents is not None:
                 ahead, targets = self._within(documents, k, ahead, targets)
-            mean = None  # number of targets of a microbatch whose loss has weight 1
-            if documents is not None and self._mtp_targets is not None:
-                mean = self._mtp_targets[k - 1]
-            elif self.scores is not None:
-                mean = (targets != IGNORED).sum().clamp(min=1) / self.scores.size
-            targets = self.scored(targets)
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, ahead, *masked)
             balance = balance + loss
             loads.append(load_E)
-            loss = self.loss(h_BSD, targets) / len(self.mtp)
-            mtp = mtp + (loss if mean is None else loss * ((targets != IGNORED).sum() / mean))
+            mtp = mtp + self._mtp_loss(h_BSD, targets, k, documents is not None)
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         total = lm + self.mtp_loss_weight * mtp + balance
         made = () if is_last else (h_BSD,) if carried or not len(self.mtp) else (h_BSD, embedded)
@@ -334,6 +327,18 @@ class DeepSeek(nn.Module):
             ahead_BSD = torch.where(self.own(out_BS)[..., None], end_1D, ahead_BSD)
         return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
 
+    def _mtp_loss(self, h_BSD: Tensor, target_BS: Tensor, k: int, within_documents: bool) -> Tensor:
+        """Return depth k's part of the MTP loss, weighted by its number of targets if parts of a step differ in it."""
+        own_BS = self.scored(target_BS)
+        loss = self.loss(h_BSD, own_BS) / len(self.mtp)
+        if within_documents and self._mtp_targets is not None:
+            mean = self._mtp_targets[k - 1]
+        elif self.scores is not None:
+            mean = (target_BS != IGNORED).sum().clamp(min=1) / self.scores.size
+        else:
+            return loss
+        return loss * ((own_BS != IGNORED).sum() / mean)
+
     def _main(
         self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple, stage: Stage | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -355,45 +360,3 @@ class DeepSeek(nn.Module):
     def _no_load(self, device: torch.device) -> Tensor:
         """Return the load of a block that another stage computes."""
         return torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
-
-
-def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:
-    return MLA(
-        plan,
-        name,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        softmax_scale=config.qk_scale * softmax_scale(config.qk_head_dim, config.rope_scaling),
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        qk_bound=qk_bound(config.qk_head_dim, config.rope_scaling) if config.qk_norm else None,
-    )
-
-
-def _moe(config: ModelConfig, plan: Plan, name: str, residual: torch.dtype) -> MoE:
-    gate = Gate(
-        num_experts=config.num_experts,
-        num_experts_per_token=config.num_experts_per_token,
-        num_groups=config.num_expert_groups,
-        num_groups_per_token=config.num_groups_per_token,
-        scoring=config.router_scoring,
-        normalize=config.norm_topk_prob,
-        scaling_factor=config.routed_scaling_factor,
-        balance_loss_weight=config.balance_loss_weight,
-        force_balanced=config.force_balanced_routing,
-    )
-    return MoE(
-        plan,
-        name,
-        gate,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        num_shared_experts=config.num_shared_experts,
-        residual=residual,
-        activation=config.activation,
-        router_norm_eps=config.rms_norm_eps if config.norm_position is NormPosition.post else None,
-    )

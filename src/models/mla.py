@@ -38,8 +38,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from models.config import ModelConfig
 from models.context import ContextSplit
-from models.layers import RMSNorm, normed
+from models.layers import RMSNorm, normed, qk_bound, softmax_scale
 from models.tensor import TensorSplit
 from precision import (
     AttentionCore,
@@ -64,24 +65,11 @@ LATENT_NORM_EPS = 1e-6
 class MLA(nn.Module):
     """Multi-head latent attention, causal."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        softmax_scale: float,
-        qk_norm_eps: float | None = None,
-        qk_bound: float | None = None,
-    ):
+    def __init__(self, config: ModelConfig, plan: Plan, name: str):
         super().__init__()
-        gain = 1.0 if qk_norm_eps is None else None
+        D, H, C = config.hidden_size, config.num_heads, config.kv_lora_rank
+        N, R, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        yarn, gain = config.rope_scaling, None if config.qk_norm else 1.0
 
         def linear(part: str, in_features: int, out_features: int) -> Linear:
             return Linear(plan.gemm(f"{name}.{part}", f"attn.{part}", in_features, out_features))
@@ -90,35 +78,33 @@ class MLA(nn.Module):
             return RMSNorm(plan, f"{name}.{part}", rank, LATENT_NORM_EPS, gain)
 
         def head_norm(part: str) -> RMSNorm | None:
-            width = qk_nope_head_dim + qk_rope_head_dim
-            return None if qk_norm_eps is None else RMSNorm(plan, f"{name}.{part}", width, qk_norm_eps, None)
+            return RMSNorm(plan, f"{name}.{part}", N + R, config.rms_norm_eps, None) if config.qk_norm else None
 
-        q_features = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
-        if q_lora_rank is None:
+        if config.q_lora_rank is None:
             self.q_a = self.q_norm = None
-            self.q = linear("q", hidden_size, q_features)
+            self.q = linear("q", D, H * (N + R))
         else:
-            self.q_a = linear("q_a", hidden_size, q_lora_rank)
-            self.q_norm = latent_norm("q_norm", q_lora_rank)
-            self.q_b = linear("q_b", q_lora_rank, q_features)
+            self.q_a = linear("q_a", D, config.q_lora_rank)
+            self.q_norm = latent_norm("q_norm", config.q_lora_rank)
+            self.q_b = linear("q_b", config.q_lora_rank, H * (N + R))
             self.q_feed = Feed(self.q_b)
-        self.kv_a = linear("kv_a", hidden_size, kv_lora_rank + qk_rope_head_dim)
-        self.kv_norm = latent_norm("kv_norm", kv_lora_rank)
-        self.kv_b = linear("kv_b", kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
-        self.o = linear("o", num_heads * v_head_dim, hidden_size)
+        self.kv_a = linear("kv_a", D, C + R)
+        self.kv_norm = latent_norm("kv_norm", C)
+        self.kv_b = linear("kv_b", C, H * (N + V))
+        self.o = linear("o", H * V, D)
         self.q_head_norm, self.k_head_norm = head_norm("q_head_norm"), head_norm("k_head_norm")
-        row = plan.core(f"{name}.core", num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, qk_bound)
+        row = plan.core(f"{name}.core", H, N + R, V, qk_bound(N + R, yarn) if config.qk_norm else None)
         self.core_dtype = row.recipe.output.dtype
         self.core: AttentionCore | Callable[..., Tensor] = AttentionCore(row) if row.recipe.is_fp8 else attention_core
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
-        self.max_logits = MaxLogits(num_heads)
+        self.max_logits = MaxLogits(H)
         self.context: ContextSplit | None = None  # the ranks that share sequences
         self.tensor: TensorSplit | None = None  # the ranks that share the heads' weights
-        self.num_heads, self.softmax_scale, self.kernels = num_heads, softmax_scale, plan.kernels
-        self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
-        self.kv_widths = (qk_nope_head_dim, v_head_dim)
+        self.num_heads, self.kernels = H, plan.kernels
+        self.softmax_scale = config.qk_scale * softmax_scale(N + R, yarn)
+        self.q_widths, self.kv_a_widths, self.kv_widths = (N, R), (C, R), (N, V)
 
     def split(self, tensor: TensorSplit) -> None:
         """Keep the weights of this process's own heads (tensor parallelism). Call it after they are drawn."""

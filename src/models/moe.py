@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from models.config import Activation
+from models.config import ModelConfig, NormPosition
 from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from models.layers import FFN, RMSNorm, first_gemm, without_gate
 from models.router import Gate
@@ -45,27 +45,19 @@ class Experts(nn.Module):
 
     keep_rows = True
 
-    def __init__(
-        self,
-        plan: Plan,
-        name: str,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        rows_per_token: int,
-        activation: Activation,
-    ):
+    def __init__(self, config: ModelConfig, plan: Plan, name: str):
         super().__init__()
+        D, F, activation = config.hidden_size, config.moe_intermediate_size, config.activation
+        num_experts, rows_per_token = config.num_experts, config.num_experts_per_token
 
         def grouped(part: str, in_features: int, out_features: int) -> GroupedLinear:
             row = plan.gemm(f"{name}.{part}", "moe.experts", in_features, out_features, num_experts, rows_per_token)
             return GroupedLinear(row)
 
-        part, out_features = first_gemm(activation, intermediate_size)
-        self._first, first = part, grouped(part, hidden_size, out_features)
+        part, out_features = first_gemm(activation, F)
+        self._first, first = part, grouped(part, D, out_features)
         self.add_module(part, first)
-        self.down = grouped("down", intermediate_size, hidden_size)
+        self.down = grouped("down", F, D)
         self.down_feed = Feed(self.down)
         self.activation = without_gate(activation, num_experts)
         self.kurtosis = Kurtosis("ffn")
@@ -128,38 +120,26 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Shared and routed experts with their router."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        name: str,
-        gate: Gate,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_shared_experts: int,
-        residual: torch.dtype,
-        activation: Activation = Activation.swiglu,
-        router_norm_eps: float | None = None,
-    ):
+    def __init__(self, config: ModelConfig, plan: Plan, name: str, residual: torch.dtype):
         super().__init__()
-        num_experts, num_chosen = gate.num_experts, gate.num_chosen
-        self.gate = gate
+        D, F, activation = config.hidden_size, config.moe_intermediate_size, config.activation
+        self.gate = Gate(
+            num_experts=config.num_experts,
+            num_experts_per_token=config.num_experts_per_token,
+            num_groups=config.num_expert_groups,
+            num_groups_per_token=config.num_groups_per_token,
+            scoring=config.router_scoring,
+            normalize=config.norm_topk_prob,
+            scaling_factor=config.routed_scaling_factor,
+            balance_loss_weight=config.balance_loss_weight,
+            force_balanced=config.force_balanced_routing,
+        )
         self.router_norm = None
-        if router_norm_eps is not None:
-            self.router_norm = RMSNorm(plan, f"{name}.router_norm", hidden_size, router_norm_eps, None)
-        self.router = Linear(plan.gemm(f"{name}.router", "moe.router", hidden_size, num_experts))
-        self.shared = FFN(
-            plan, f"{name}.shared", "moe.shared", hidden_size, num_shared_experts * intermediate_size, activation
-        )
-        self.experts = Experts(
-            plan,
-            f"{name}.experts",
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_experts=num_experts,
-            rows_per_token=num_chosen,
-            activation=activation,
-        )
+        if config.norm_position is NormPosition.post:
+            self.router_norm = RMSNorm(plan, f"{name}.router_norm", D, config.rms_norm_eps, None)
+        self.router = Linear(plan.gemm(f"{name}.router", "moe.router", D, config.num_experts))
+        self.shared = FFN(plan, f"{name}.shared", "moe.shared", D, config.num_shared_experts * F, activation)
+        self.experts = Experts(config, plan, f"{name}.experts")
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.residual = residual
         at_once = (self.experts.first,) if self.experts.dispatch is None else ()
