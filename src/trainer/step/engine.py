@@ -131,7 +131,6 @@ def build_engine(
     if config.optim.qk_clip is not None and not config.model.qk_norm:
         check_qk_clip(config, model, device)
         qk_clip = QKClip(model, config.optim.qk_clip, arena.max_logits)
-    guard = StepGuard(arena, optimizer.names, config.recovery)
     zero_bubble = model.pipeline is not None and model.pipeline.zero_bubble
     compiled = is_compiled(config, plan, device) and not zero_bubble
     sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).segments}
@@ -156,22 +155,21 @@ def build_engine(
 
             pipelined = PipelinedStep(model, model.pipeline, microbatch, degrees.stage, loss_scale)
     tune_host(device)
-    snapshot = SnapshotKeeper(arena)
     return Engine(
-        device,
-        world,
-        plan,
-        model,
-        arena,
-        optimizer,
-        guard,
-        snapshot,
-        injector,
-        microbatch,
-        degrees,
-        pipelined,
-        loss_scale,
-        qk_clip,
+        device=device,
+        world=world,
+        plan=plan,
+        model=model,
+        arena=arena,
+        optimizer=optimizer,
+        guard=StepGuard(arena, optimizer.names, config.recovery),
+        snapshot=SnapshotKeeper(arena),
+        injector=injector,
+        microbatch=microbatch,
+        degrees=degrees,
+        pipelined=pipelined,
+        loss_scale=loss_scale,
+        qk_clip=qk_clip,
     )
 
 
