@@ -262,21 +262,21 @@ def _assemble(
     largest_batch = max(each.batch for each in Timeline(t).segments)
     rank = world.rank if world.is_distributed else None
     return Run(
-        config,
-        world,
-        engine,
-        data,
-        loader,
-        folder,
-        Checkpointer(folder.path / CHECKPOINTS, config.checkpoint.keep, sinks.event, world),
-        sinks,
-        Profiler(config.profile, folder.path, engine.device, sinks.event, rank),
-        Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path),
-        Ladder(config.recovery, folder.path, largest_batch, in_fp8=plan.has_fp8, in_fp16=plan.is_fp16),
-        PowerMeter(gpus, config.health.power, world, sinks.event),
-        _stragglers(config, engine, world),
-        health,
-        alerts,
+        config=config,
+        world=world,
+        engine=engine,
+        data=data,
+        loader=loader,
+        folder=folder,
+        checkpointer=Checkpointer(folder.path / CHECKPOINTS, config.checkpoint.keep, sinks.event, world),
+        sinks=sinks,
+        profiler=Profiler(config.profile, folder.path, engine.device, sinks.event, rank),
+        diagnosis=Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path),
+        ladder=Ladder(config.recovery, folder.path, largest_batch, in_fp8=plan.has_fp8, in_fp16=plan.is_fp16),
+        power=PowerMeter(gpus, config.health.power, world, sinks.event),
+        stragglers=_stragglers(config, engine, world),
+        health=health,
+        alerts=alerts,
     )
 
 
