@@ -337,7 +337,8 @@ def _name_runs(jobs: list[Job]) -> None:
         own = [pair for pair in own if not is_secret(pair[0])]
         words = [re.sub(r"[^\w.-]+", "-", f"{key.split('.')[-1]}-{value}").strip("-") for key, _, value in own]
         if job.tree.run.name is not None:
-            job.tree.run.name = "_".join([f"{job.tree.run.name}_{number}", *words])[:120]
+            first = f"{job.tree.run.name}_{number}"
+            job.tree.run.name = "_".join([first, *words])[: max(120, len(first))]
 
 
 def _check_resumed(jobs: list[Job]) -> None:

@@ -234,6 +234,9 @@ def test_the_runs_of_a_sweep_over_names_have_those_names(call: Call, recorder: R
     assert [config.run.name for config, _ in recorder.runs] == ["x", "y"]
     assert call("-m", "run.name=x,y", "trainer.seed=1,2") == 0
     assert len({config.run.name for config, _ in recorder.runs[2:]}) == 4
+    long = "x" * 125
+    assert call("-m", f"run.name={long}", "trainer.seed=1,2") == 0
+    assert [config.run.name for config, _ in recorder.runs[6:]] == [f"{long}_0", f"{long}_1"]
 
 
 def test_a_sweep_whose_second_run_has_no_place_trains_none(
