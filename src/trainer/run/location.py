@@ -21,6 +21,7 @@ from trainer.run.names import CHECKPOINTS, CONFIG, EVENTS, LOGS
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
+LONGEST = 255  # bytes in a folder's name
 OWN_FOLDERS = LOGS, "profile", "tensorboard", "wandb"
 """Folders of a run beside its checkpoints."""
 
@@ -51,11 +52,13 @@ def check_writable(run: "RunConfig") -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Raise UserError for a run.name that is not the name of one folder."""
+    """Raise UserError for a run.name that no folder can have, or that contains several."""
     if name is not None and not re.fullmatch(r"[^-./\\\s][^/\\\s]*", name):
         raise UserError(
             f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot or -"
         )
+    if name is not None and (size := len(os.fsencode(name))) > LONGEST:
+        raise UserError(f"run.name={name[:20]}...: {size} bytes, and a folder's name has at most {LONGEST}; shorten it")
 
 
 def will_resume(run: "RunConfig") -> bool:
@@ -78,6 +81,9 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             words = re.sub(r"[^\w.-]+", "-", label)  # precision.name may be any text
             return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"), None
         path = parent / name
+        if path.is_symlink() and not path.exists():
+            what = f"{path} is a link to {path.readlink()}, which is not there"
+            raise UserError(f"run.name={name}: {what}; make that folder, or choose another run.name")
         state = state_of(path)
         if resume == "auto":
             _check_config(path, f"run.name={name}")

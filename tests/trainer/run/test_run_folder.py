@@ -141,7 +141,17 @@ def test_runs_without_a_name_get_different_ones_that_sort_by_time(runs: Path, op
 def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name: str) -> None:
     with pytest.raises(ValueError, match="must be a plain folder name"):
         opened(runs, name)
+    with pytest.raises(ValueError, match=r"run\.name=n{20}\.\.\.: 256 bytes, and a folder's name has at most 255"):
+        opened(runs, "n" * 256)
     assert not runs.exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_dangling_link_is_reported_as_one(runs: Path, opened: Any, resume: str) -> None:
+    runs.mkdir()
+    (runs / "a").symlink_to("gone")
+    with pytest.raises(ValueError, match=r"run.name=a: .*a is a link to gone, which is not there; make that folder"):
+        opened(runs, resume=resume)
 
 
 @pytest.mark.parametrize("name", ["a", None])
