@@ -58,7 +58,7 @@ class Launch:
             size=size,
             local_size=local_size,
             address=environment.get("MASTER_ADDR", ""),
-            port=number("MASTER_PORT", 0, 65535, default=alone),
+            port=number("MASTER_PORT", min(size - 1, 1), 65535, default=alone),
             attempt=number("TORCHELASTIC_RESTART_COUNT", 0, MOST, default=0),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, MOST, default=0),
             under_torchrun="TORCHELASTIC_RUN_ID" in environment,

@@ -29,7 +29,8 @@ PLACE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "LOCAL_RANK: not set, where WORLD_SIZE=2 is"),
         (PLACE | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: must be a number from 1 to WORLD_SIZE=2"),
         (PLACE | {"MASTER_PORT": "1"}, "LOCAL_RANK=1: must be a number from 0 to LOCAL_WORLD_SIZE-1=0"),
-        (PLACE | {"LOCAL_RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be a number from 0 to 65535"),
+        (PLACE | {"LOCAL_RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be a number from 1 to 65535"),
+        (PLACE | {"LOCAL_RANK": "0", "MASTER_PORT": "0"}, "MASTER_PORT=0: must be a number from 1 to 65535"),
     ],
 )
 def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str, str], says: str):
