@@ -150,7 +150,7 @@ class Run:
         def first(verify: Verify) -> Rewind | str:
             choice = self.ladder.choose(committed, self.checkpointer.folder, self.sinks.event, verify)
             if isinstance(choice, Rewind):
-                self.ladder.write(choice)
+                self.ladder.write(choice, self.sinks.event)
             return choice
 
         choice = verify_on_all_ranks(self.world, first, f"rewind{len(self.ladder.rewinds)}")

@@ -159,9 +159,14 @@ class Ladder:
         """Return whether a step is the first after a checkpoint that a rewind went back to."""
         return any(rewind.to == step - 1 for rewind in self.rewinds)
 
-    def write(self, choice: Rewind) -> None:
-        """Write all rewinds and `choice` to the run folder."""
-        write_signed(self._folder / RECOVERY, {"rewinds": [asdict(rewind) for rewind in [*self.rewinds, choice]]})
+    def write(self, choice: Rewind, on_event: OnEvent) -> None:
+        """Write all rewinds and `choice` to the run folder. A failing disk does not end the run."""
+        path = self._folder / RECOVERY
+        try:
+            write_signed(path, {"rewinds": [asdict(rewind) for rewind in [*self.rewinds, choice]]})
+        except OSError as error:
+            why = f"{path} cannot be written ({error.strerror or error}): this rewind is lost if the run is killed"
+            on_event("rollback", choice.step, why, failed=True)
 
     def read(self) -> list[Rewind]:
         """Return all rewinds in the run folder. Raises UserError if the file is damaged."""

@@ -48,7 +48,7 @@ def test_a_committed_step_ends_a_streak(tmp_path: Path) -> None:
 
 def test_rewinds_and_the_streak_survive_a_resume(tmp_path: Path) -> None:
     ours = ladder(tmp_path)
-    ours.write(REWIND)
+    ours.write(REWIND, Mock(side_effect=AssertionError))
     ours.note(SkippedStep(12, 48, 52, "loss (forward)"))
     other = ladder(tmp_path)
     other.load_state_dict(ours.state_dict(), other.read())
@@ -121,6 +121,14 @@ def test_the_advice_at_the_end_is_one_that_the_run_can_follow(
     resume = f"run.dir={tmp_path} \"run.name='lr=1,2'\" run.resume=auto"
     with pytest.raises(TrainingStopped, match=re.escape(f" then resume with {resume} and {advice}") + "$"):
         ours.take("no checkpoint", 3, lambda *event, **what: None)
+
+
+def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path: Path) -> None:
+    on_event = Mock()
+    ladder(tmp_path / "not there").write(REWIND, on_event)
+    ((kind, step, message), what) = on_event.call_args
+    assert (kind, step, what) == ("rollback", 10, {"failed": True})
+    assert "recovery.json cannot be written (No such file or directory)" in message
 
 
 def test_windows_of_a_phase_with_another_length_are_named_within_their_section() -> None:
