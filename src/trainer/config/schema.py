@@ -4,6 +4,7 @@ A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.e
 """
 
 import dataclasses
+import math
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from precision.errors import UserError
 from trainer.config.phases import LARGEST, Notation
 from trainer.config_diff import printable
 
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 GOOD_MATCH = 0.7  # similarity from which on a key is suggested
 ELSEWHERE = 0.88  # the same for a key of another section, for which only the name speaks
 NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
@@ -168,6 +170,8 @@ def _fit_number(tree: Any, kind: type[int] | type[float], annotation: Any, key: 
         tree = int(tree)
     if isinstance(tree, bool) or not isinstance(tree, int if kind is int else int | float):
         raise _wrong(key, tree, annotation)
+    if kind is float and LARGEST_FP32 < abs(tree) < math.inf:
+        raise _wrong(key, tree, annotation, f" that FP32 can hold, at most {LARGEST_FP32:.1e}")
     if isinstance(tree, int) and not -LARGEST <= tree <= LARGEST:
         raise _wrong(key, tree, annotation, f", and no more than {LARGEST}")
     return kind(tree)

@@ -151,6 +151,7 @@ def test_every_key_has_a_docstring_line():
         ("trainer.max_steps", 1.5, "trainer.max_steps=1.5: must be a whole number"),
         ("trainer.max_steps", 10**20, "must be a whole number or null, and no more than 9007199254740992"),
         ("trainer.max_steps", True, "trainer.max_steps=true: must be a whole number"),
+        ("optim.weight_decay", 1e300, "must be a number that FP32 can hold, at most 3.4e+38"),
         ("trainer.max_tokens", "10X", "trainer.max_tokens=10X: must be tokens (10B, 1e9) or epochs of the text"),
         ("optim.warmup_steps", 2.5, "must be steps (2000), tokens (10B) or a share of the run (0.02)"),
         ("trainer.max_steps", "???", "trainer.max_steps=???: must be a whole number"),
