@@ -85,7 +85,7 @@ def _check_name(path: Path) -> None:
 def verify_on_all_ranks(world: "World", ask: Callable[[Verify], T], named: str) -> T:
     """Return on every rank what `ask(check)` returns on rank 0. `check` is `verify_checkpoint` by all ranks, each of
     which reads its share of the files, or UserError where only some ranks see it. A collective; named: as for
-    `World.on_rank_0`."""
+    `World.gather`."""
 
     def part(path: Path) -> tuple[str, str]:
         """Return the damage, and where this rank has looked if it sees no such folder."""
