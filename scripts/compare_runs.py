@@ -165,13 +165,15 @@ def read_run(path: Path) -> Run:
     if not series.get(TRAIN):
         state, fix = ("finite", "leave the run out") if has_loss else ("logged yet", "wait for the first logged step")
         raise UserError(f"{path}: no {TRAIN} in {METRICS} is {state}; {fix}")
-    before = configs_before(path)
-    try:
-        trees = [read_yaml(config.read_bytes()) for config in (*before.values(), path / CONFIG)]
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: a config in it is damaged ({error}); compare other runs") from None
-    changed = {step: changed_keys(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(trees), strict=True)}
-    origin = flat(trees[0]).get("run.init_from")
+    trees: dict[int, dict[str, Any]] = {}  # by the last step that each was in force for; the present one last
+    for step, config in (configs_before(path) | {-1: path / CONFIG}).items():
+        try:
+            trees[step] = read_yaml(config.read_bytes())
+        except yaml.YAMLError:
+            if step == -1:  # another one was put aside by a resume, which used a checkpoint's
+                raise UserError(f"{config}: is damaged (not YAML); compare other runs") from None
+    changed = {n: changed_keys(*pair, but=NO_MATTER) for n, pair in zip(trees, pairwise(trees.values()), strict=False)}
+    origin = flat(next(iter(trees.values()))).get("run.init_from")
     return Run(path, flat(trees[-1]), series, origin, {step: keys for step, keys in changed.items() if keys})
 
 
