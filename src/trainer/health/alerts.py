@@ -19,6 +19,7 @@ on another machine.
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -245,14 +246,18 @@ class Alerts:
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the object in the first line of a JSON-lines file, which may hold the names, and those in its last `TAIL`
-    bytes. Lines that are cut off or damaged are skipped."""
+    """Yield the objects in the last `TAIL` bytes of a JSON-lines file, and before them that in its first line if these
+    include it or it holds the names. Lines that are cut off or damaged are skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         first = file.readline()
-        file.seek(max(file.tell(), path.stat().st_size - TAIL))
-        for line in (first, *file):
+        is_whole = file.tell() >= path.stat().st_size - TAIL
+        if not is_whole:
+            file.seek(-TAIL, os.SEEK_END)
+        if (entry := parse_line(first)) is not None and (is_whole or "names" in entry):
+            yield entry
+        for line in file:
             if (entry := parse_line(line)) is not None:
                 yield entry
 

@@ -100,8 +100,10 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
     class Sees(Rule):
         name = "sees"
         rows: list[Entry | None]
+        steps: tuple[int, ...] = ()
 
         def check(self, step: int, metrics: Entry, tensors: Entry | None) -> None:
+            self.steps += (step,)
             self.rows = [*getattr(self, "rows", []), tensors]
 
     monkeypatch.setattr("trainer.health.alerts.TAIL", 2000)
@@ -112,6 +114,7 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
     rule = Sees()
     Alerts([rule]).replay(metrics, tensors)
     assert 20 < len(rule.rows) < 500
+    assert rule.steps == tuple(range(rule.steps[0], 1001)), "no gap, which a rule would take for a whole past"
     assert rule.rows[-1] == {"step": 1000, "fp8": {"scale": [1.0]}, "names": {"fp8": ["a"]}}
 
 
