@@ -38,11 +38,13 @@ class JsonLines:
         self._warn = warn
         self._limit, self._say = limit, say
         self._lost = 0
+        self._first = b""
         self._file = _open(path)
         self._lock = threading.Lock()
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one object. NaN and the infinities, which JSON does not have, become null."""
+    def write(self, entry: Mapping[str, Any], first: bool = False) -> None:
+        """Append one object. NaN and the infinities, which JSON does not have, become null. first: a file that is
+        created again begins with it."""
         text = json.dumps({key: finite_or_none(value) for key, value in entry.items()}, allow_nan=False)
         line = f"{text}\n".encode()
         news = None
@@ -60,6 +62,7 @@ class JsonLines:
             else:
                 with suppress(OSError):  # which the next line meets, too
                     self._thin()
+            self._first = line if first else self._first
         if news is not None:
             self._warn(news)
 
@@ -77,7 +80,8 @@ class JsonLines:
 
     def _append(self, line: bytes) -> bool:
         """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""
-        missing = self._reopen()
+        if missing := self._reopen():
+            self._file.write(self._first)
         size = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):

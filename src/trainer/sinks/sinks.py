@@ -122,7 +122,7 @@ class Sinks:
     def tensors(self, entry: Mapping[str, Any]) -> None:
         """Write details by tensor and block (`trainer.health.health`). JSON, with NaN and infinities already null."""
         if self._tensors is not None:
-            self._tensors.write(entry)
+            self._tensors.write(entry, first="names" in entry)  # without it, its lines have no names
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
         """Record an event; `what` (JSON) adds fields: module, value, path. Thread-safe."""

@@ -80,12 +80,13 @@ def test_a_file_deleted_under_the_run_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "x.jsonl"
     path.parent.mkdir()
     sink = JsonLines(path, warnings.append)
+    sink.write({"names": ["a"]}, first=True)
     sink.write({"step": 1})
     shutil.rmtree(path.parent)
     for step in (2, 3):
         sink.write({"step": step})
     sink.close()
-    assert lines(path) == [{"step": 2}, {"step": 3}]
+    assert lines(path) == [{"names": ["a"]}, {"step": 2}, {"step": 3}]
     assert warnings == [f"{path} was deleted or moved: a new one starts here"]
 
 
