@@ -65,18 +65,20 @@ def pack_all(
 
 
 def _submit(pool: ProcessPoolExecutor, shard: PackJob) -> Future[PackedShard]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker inherits it: this process decides
     try:
         return pool.submit(_pack, shard)
     except OSError as error:
         why = f"a process cannot be started ({error.strerror})"
         raise RunError(f"data.workers: {why}: set fewer, or raise the limits of processes and files") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(packing: Packing, of_workers: Connection) -> None:
     """Make this process a worker."""
     global _packer
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each: threads of several processes would compete
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
     Thread(target=_end_with, args=(of_workers,), daemon=True).start()
     _packer = Packer(packing, lambda _: None)
 

@@ -101,6 +101,19 @@ def test_a_killed_worker_is_reported_and_finished_shards_are_kept(make_data: Mak
     assert prepare(data, 512).train.sidecar == prepare(make_data("one", workers=1), 512).train.sidecar
 
 
+def test_ctrl_c_is_for_the_first_process_also_while_workers_start(make_data: MakeData) -> None:
+    data = make_data("cache", workers=2)
+    masks: list[str] = []
+
+    def look(what: str, done: int, total: int) -> None:
+        status = [Path(f"/proc/{worker.pid}/status").read_text() for worker in multiprocessing.active_children()]
+        masks.extend(line.split()[1] for text in status for line in text.splitlines() if line.startswith("SigBlk"))
+
+    prepare(data, 512, look)
+    assert masks and all(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_a_worker_does_not_import_torch() -> None:
     """It takes a second and 200 MB in each."""
     code = "import sys, trainer.data.workers; sys.exit('torch' in sys.modules)"
