@@ -13,6 +13,7 @@ from trainer.config.data import SourceConfig
 from trainer.data.compressed import LONGEST_BYTES, TOO_LONG, unpack_error, whole_lines
 from trainer.data.records import BLOCK_BYTES, Rows, SkipLog, check_column
 
+RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
 OPEN = "a quote that is not closed: the rest cannot be read"
 FIELDS = "more or fewer fields than the header names"
 
@@ -57,7 +58,8 @@ def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tupl
             if "end of data" in words:
                 log.add(label, OPEN, f"line {line}", count=0)
                 return
-            log.add(label, TOO_LONG if "limit" in words else f"no CSV: {words}", f"line {line}")
+            why = TOO_LONG if "limit" in words else RETURN if "new-line" in words else f"no CSV: {words}"
+            log.add(label, why, f"line {line}")
             continue
         if row is None:
             return

@@ -182,6 +182,8 @@ class Files:
                 f"{self.part.key}.format=auto: {path} has no suffix that tells its format: set "
                 f"{self.part.key}.format=jsonl, csv, tsv, parquet or text, or leave it out by {self.part.key}.glob"
             )
+        if packed and kind is Format.parquet:
+            raise UserError(f"{self.part.key}.glob={self.part.glob}: {path} is compressed Parquet: unpack it")
         return kind, packed
 
     def pin(self, commit: str | None) -> None:

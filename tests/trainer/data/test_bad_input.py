@@ -285,6 +285,9 @@ def test_files_without_a_known_suffix(files: DataConfig) -> None:
     with pytest.raises(ValueError, match=r"data\.format=auto: x\.data has no suffix .*data\.format=jsonl"):
         prepare(files, 512)
     assert count(prepare(replace(files, format=Format.jsonl), 512)) == len(GOOD)
+    (folder(files) / "x.data").rename(folder(files) / "x.parquet.gz")
+    with pytest.raises(ValueError, match=r"data\.glob=.*: x\.parquet\.gz is compressed Parquet: unpack it"):
+        prepare(files, 512)
 
 
 def test_a_suffix_in_capitals_means_the_same(files: DataConfig) -> None:

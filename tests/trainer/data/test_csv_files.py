@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, source_configs
 from trainer.data import DataConfig, Prepared, prepare
-from trainer.data.csv_files import FIELDS, OPEN, rows_of
+from trainer.data.csv_files import FIELDS, OPEN, RETURN, rows_of
 from trainer.data.records import Rows, SkipLog
 from trainer.data.sources import open_source
 
@@ -63,6 +63,9 @@ def test_bad_rows_are_named_by_their_line(tmp_path: Path) -> None:
             "empty": "line 8",
             OPEN: "line 10",
         }
+    (tmp_path / "x.csv").write_bytes(b"id,text\r1,a\r")
+    log = SkipLog(strict=False)
+    assert texts(rows_of(tmp_path / "x.csv", "x", PART, ",", log), log) == [] and RETURN in str(log.found)
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(bad)[:-9])
     log = SkipLog(strict=False)
     texts(rows_of(tmp_path / "x.csv.gz", "x", PART, ",", log), log)
