@@ -87,6 +87,8 @@ def run() -> None:
 
 def check(given: argparse.Namespace) -> None:
     """Raise UserError for invalid or incompatible arguments."""
+    if any("\ud800" <= c <= "\udfff" for c in given.prompt):  # bytes that Python could not decode
+        raise UserError("--prompt: it is not UTF-8; give it in UTF-8")
     if given.tokens < 1:
         raise UserError(f"--tokens {given.tokens}: out of range; give 1 or more")
     if not 0 <= given.temperature < float("inf"):

@@ -80,6 +80,7 @@ def test_drawn_in_the_runs_precision(runs: Path, run_python: Run) -> None:
         (["RUNS/none"], "RUNS/none: no such folder; give a run folder that has checkpoints"),
         (["RUNS/text"], "RUN=RUNS/text: no checkpoint there; give a run folder or one of its checkpoints/step_*"),
         (["RUNS/fp8", "--step", "13"], "step_00000013: no such checkpoint; the run has those of steps 8, "),
+        (["RUNS/fp8", "--prompt", "caf\udce9"], "--prompt: it is not UTF-8; give it in UTF-8"),
         (["RUNS/fp8", "--prompt", "x" * 200], "and the model 64 positions (model.max_position_embeddings); give a"),
         (["RUNS/fp8", "--tokens", "0"], "--tokens 0: out of range"),
         (["RUNS/fp8", "--temperature", "-1"], "--temperature -1.0: out of range"),
