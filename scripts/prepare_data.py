@@ -32,6 +32,9 @@ def run() -> None:
     if own.help:
         print(str(__doc__).strip())
         return
+    shown = str(own.out).encode(errors="backslashreplace").decode()
+    if shown != str(own.out):
+        raise UserError(f"--out={shown}: not UTF-8, as data.path of a run has to be; choose another folder")
     from trainer.config import load
     from trainer.config.data import Source
     from trainer.config.unused_data_keys import without_effect

@@ -39,6 +39,14 @@ def test_prepared_text_is_not_prepared_again(tmp_path: Path, run_python: Run) ->
     assert result.stderr.startswith("octet: error: --out=y: data.source=bins is prepared already; leave --out out")
 
 
+def test_a_folder_that_no_run_could_name_is_refused_before_anything_is_written(tmp_path: Path, run_python: Run) -> None:
+    result = run_python(SCRIPT, "--out", os.fsdecode(b"data\xff"), cwd=tmp_path)
+    assert result.returncode == 2
+    message = "--out=data\\udcff: not UTF-8, as data.path of a run has to be; choose another folder"
+    assert result.stderr == f"octet: error: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lost_output_does_not_end_the_preparation(own_corpus: Path, make_config: Callable[..., DataConfig]) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
