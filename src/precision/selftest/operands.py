@@ -179,6 +179,8 @@ def activations(device: torch.device, kind: str) -> None:
             )
             same(dt[:, live].t(), d[live], f"transposed gradient of {where}")
             same(ht[:, live].t(), h[live], f"transposed copy of {where}")
+            for copy in (dt[:, R:], ht[:, R:]):
+                same(copy, torch.zeros_like(copy), f"padding of the transposed copies of {where}")
             got, rounding = read_back(d[live], inv), FP8_ROUNDING["e5m2"]
         elif mode == ROW:
             d, again, inv, dw = swiglu.swiglu_backward_rows(dh, y, weight, ends, h_inv, d_amax, back, how)
