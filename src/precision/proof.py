@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -102,8 +103,9 @@ def prove(gpu: Gpu, folder: Path | None = None, say: Callable[[str], object] | N
                 if say is not None:
                     say(f"checking the kernels, once with {here}: about 20 seconds")
                 proof = _run(here)
-                if not proof.unproved:  # an incomplete result is tried again at the next start
-                    file.write_text(json.dumps(asdict(proof), indent=1) + "\n")
+                if not proof.unproved:  # an incomplete result is tried again at the next start, as on a full disk
+                    with suppress(OSError):
+                        file.write_text(json.dumps(asdict(proof), indent=1) + "\n")
     except OSError as error:  # FileLock's timeout is one
         proof = Proof(here, unproved=f"the self-test was not run: {error}")
     return _apply(proof)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_disk
 
 from precision import PrecisionConfig, proof
 from precision.attention import _kernel_takes
@@ -98,6 +99,14 @@ def test_a_folder_that_cannot_be_written_leaves_the_kernels_unproved(tmp_path: P
     (tmp_path / "file").write_text("")
     found = proof.prove(H200, tmp_path / "file" / "folder")
     assert not found.is_proved and "the self-test was not run" in found.line and not proof.refused
+
+
+def test_a_full_disk_keeps_no_result_and_no_wrong_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, {"casts": "they differ"})
+    with full_disk(4):
+        assert proof.prove(H200, tmp_path).wrong and "casts" in proof.refused
+    find(monkeypatch, {})
+    assert proof.prove(H200, tmp_path).is_proved  # tested again
 
 
 def test_a_home_that_may_not_be_searched_is_not_used(
