@@ -380,7 +380,7 @@ def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
+    axes.set_ylabel(ylabel.replace("$", r"\$"))  # between dollars matplotlib reads formulas
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
@@ -391,7 +391,7 @@ def plot(axes: Any, run: Run, number: int, line: dict[int, float], dots: dict[in
     """Plot one run's line and dots. A run of another seed is grey: only its distance matters."""
     colour = "0.55" if run.is_noise else COLOURS[number % len(COLOURS)]
     dashes = "-" if run.is_noise else DASHES[number // len(COLOURS) % len(DASHES)]
-    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label)
+    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label.replace("$", r"\$"))
     marker = MARKERS[number % len(MARKERS)]
     axes.plot(list(dots), list(dots.values()), marker, color=colour, markersize=5.5, markerfacecolor="none")
 

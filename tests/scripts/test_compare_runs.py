@@ -188,12 +188,14 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> N
     assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
 
 
-def test_damaged_numbers_leave_the_pictures_whole(runs: Path, tmp_path: Path, compare: Run) -> None:
-    for name in ("a", "b"):
+def test_names_with_dollars_and_damaged_numbers_leave_the_pictures_whole(
+    runs: Path, tmp_path: Path, compare: Run
+) -> None:
+    for name in ("a$\\frac$", "b$\\frac$"):  # matplotlib reads formulas between dollars
         rewritten(runs / "bf16", tmp_path / name, lambda line: line)
         with (tmp_path / name / "metrics.jsonl").open("a") as file:
             file.write('{"step": 7, "loss/lm": Infinity, "loss/validation": NaN}\n')
-    done = compare(tmp_path, "a", "b")
+    done = compare(tmp_path, "a$\\frac$", "b$\\frac$")
     assert done.returncode == 0 and "nan" not in done.stdout, done.stderr
     assert is_png(tmp_path / "compare" / "loss.png") and is_png(tmp_path / "compare" / "difference.png")
 
