@@ -39,6 +39,7 @@ SAY_SECONDS = 30.0
 SAME_SECONDS = 2.0
 """Seconds that ranks with the same mistake wait for each other, so that only one reports it."""
 _LOOK_SECONDS = 0.1  # interval of checks for messages
+_LONGEST = 1 << 16
 
 
 class OnEnd(Protocol):
@@ -71,13 +72,14 @@ class _Connection:
     def read(self) -> list[dict[str, Any]] | None:
         """Return received messages; None if the peer has closed, or is not one of ours."""
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(_LONGEST)
             *lines, self._rest = (self._rest + data).split(b"\n")
             found = [json.loads(line) for line in lines if line]
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         self.last_received = time.monotonic()
-        return found if data and all(isinstance(each, dict) for each in found) else None
+        good = data and len(self._rest) < _LONGEST and all(isinstance(each, dict) for each in found)
+        return found if good else None
 
     def describe_end(self) -> str:
         """Describe what happened to the peer's process."""
@@ -132,6 +134,7 @@ class LobbyServer(_Lobby):
         self._connected: set[int] = set()
         self._left: list[_Connection] = []
         self._waits = False
+        self._asked: list[tuple[_Connection, str, int, float]] = []
         self._failure: tuple[str, int] | None = None
         self._closing = threading.Event()  # main needs the listening socket
         self._closed = threading.Event()
@@ -194,6 +197,7 @@ class LobbyServer(_Lobby):
             if self._closing.is_set() and not self._closed.is_set():
                 self._selector.unregister(self._listening)
                 self._closed.set()
+            self._answer()
             if self._waits and self._left:
                 self._lost(self._left.pop(), "has ended")
             due = self._is_due()
@@ -221,14 +225,16 @@ class LobbyServer(_Lobby):
                 if self._failure is not None:
                     connection.send(failure=self._failure[0], code=self._failure[1])
             elif "failed" in message:
-                self._answer(connection, str(message["failed"]), int(message["code"]))
+                deadline = time.monotonic() + SAME_SECONDS
+                self._asked.append((connection, str(message["failed"]), int(message["code"]), deadline))
             elif "bye" in message or "connected" in message:
                 self._left += [connection] if "bye" in message else []
                 self._forget(connection)
                 return
         if messages is None:
+            asked = any(connection is each for each, *_ in self._asked)
             self._forget(connection)
-            if connection.rank > 0:
+            if connection.rank > 0 and not asked:
                 self._lost(connection, connection.describe_end())
 
     def _forget(self, connection: _Connection) -> None:
@@ -236,12 +242,17 @@ class LobbyServer(_Lobby):
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _answer(self, connection: _Connection, message: str, code: int) -> None:
-        """Let the first rank that fails report the reason; others that find the same end silently."""
-        connection.send(say=message != self._verdict)
-        if self._verdict is None:
-            self._report(message, code)
-            self._on_end(message, code, connection.rank, False)
+    def _answer(self) -> None:
+        """Let one of the failing ranks report the reason."""
+        for connection, message, code, deadline in list(self._asked):
+            if self._verdict is not None:
+                connection.send(say=self._verdict != message)
+                self._asked.clear()
+            elif time.monotonic() > deadline:
+                connection.send(say=True)
+                self._report(message, code)
+                self._on_end(message, code, connection.rank, False)
+                return
 
     def _lost(self, connection: _Connection, how: str) -> None:
         if self._verdict is None:
