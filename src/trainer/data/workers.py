@@ -14,12 +14,14 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
+from types import ModuleType
 
 from precision.errors import RunError
 from trainer.data.packing import PackedShard, Packer, Packing, PackJob
@@ -66,12 +68,15 @@ def pack_all(
 
 def _submit(pool: ProcessPoolExecutor, shard: PackJob) -> Future[PackedShard]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker inherits it: this process decides
+    # a worker runs the main module first: a script that calls `prepare` at its top would wait there for its own lock
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         return pool.submit(_pack, shard)
     except OSError as error:
         why = f"a process cannot be started ({error.strerror})"
         raise RunError(f"data.workers: {why}: set fewer, or raise the limits of processes and files") from error
     finally:
+        sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -59,7 +59,7 @@ def make_data(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return make
 
 
-def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, programs: Any) -> None:
+def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, programs: Any, tmp_path: Path) -> None:
     alone = prepare(make_data("one", workers=1), 512)
     assert len(alone.train.shards) == 12 and alone.train.sidecar.num_documents > 900
     assert sum(each.count for each in alone.skipped) == 12
@@ -72,7 +72,8 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, p
     assert set(whole) == expected
 
     data = make_data("killed", workers=2)
-    process = programs.run("-c", KILLED, data.path, data.tokenizer, data.cache_dir)
+    (script := tmp_path / "prepares.py").write_text(KILLED)  # at its top: workers must not run it again
+    process = programs.run(script, data.path, data.tokenizer, data.cache_dir)
     assert process.returncode == -signal.SIGKILL
     (partial,) = Path(data.cache_dir).glob("*.partial")
     finished = {path.name.replace("done", "train").replace("json", "bin") for path in partial.glob("done-*.json")}
