@@ -85,7 +85,8 @@ class Trainer:
                         self._log()
                     saves = last or timeline.due(self.step, config.checkpoint.every)
                     evaluates = self.step < max_steps and timeline.due(self.step, config.eval.every)
-                    with self._throughput.paused():
+                    takes_time = saves or evaluates or run.ladder.exhausted or run.profiler.writes_after(self.step)
+                    with self._throughput.paused(wait=takes_time):
                         run.profiler.end(self.step)
                         if saves or evaluates or run.ladder.exhausted:
                             self._review()  # of this step, too, where those before it exhausted the ladder

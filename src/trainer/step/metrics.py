@@ -112,7 +112,7 @@ class Throughput:
     """
 
     def __init__(self, flops_per_token: float, device: torch.device):
-        self.flops_per_token, self._peak = flops_per_token, bf16_peak(device)
+        self.flops_per_token, self._device, self._peak = flops_per_token, device, bf16_peak(device)
         self._rates: list[float] = []
         self.is_paused = False
         self.latest: tuple[int, float, int] = 0, 0.0, 0
@@ -123,8 +123,11 @@ class Throughput:
         self._began, self._paused, self._tokens, self._flops, self._steps = time.perf_counter(), 0.0, 0, 0.0, 0
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside."""
+    def paused(self, wait: bool) -> Iterator[None]:
+        """Exclude the time spent inside. wait: something takes time there. Steps that a GPU has not finished do count,
+        so it first waits for them."""
+        if wait and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         began, self.is_paused = time.perf_counter(), True
         yield
         self.is_paused = False

@@ -57,8 +57,12 @@ class Profiler:
         if self._span is not None:
             self._span.__exit__(None, None, None)
             self._span = None
-        if self._profile is not None and step == self._window[-1]:
+        if self._profile is not None and self.writes_after(step):
             self._write(self._profile)
+
+    def writes_after(self, step: int) -> bool:
+        """Whether `end(step)` writes the files of a recorded window."""
+        return len(self._window) > 0 and step == self._window[-1]
 
     def close(self) -> None:
         """Write an unfinished window at the end of the run, also after an error."""

@@ -31,7 +31,7 @@ def test_tokens_per_second_of_a_run_are_the_median_without_the_first_reading(mon
     for tokens, seconds, median in ((100, 50.0, 2), (100, 1.0, 100), (300, 1.0, 200), (200, 1.0, 200)):
         rates.step(tokens)
         now += seconds
-        with rates.paused():
+        with rates.paused(wait=True):
             now += 7
         assert rates.read()["perf/tokens_per_second"] == tokens / seconds
         assert rates.median == median
