@@ -1,6 +1,6 @@
 """Import a model from a folder in Hugging Face's layout, as a checkpoint that a run starts from. No GPU, little memory.
 
-    python scripts/import_hf.py FOLDER mine        DeepseekV3ForCausalLM or V2, in BF16, FP32 or FP8 (128 x 128 blocks)
+    python scripts/import_hf.py FOLDER mine        DeepseekV3ForCausalLM or V2, in BF16, FP16, FP32 or FP8 (128 x 128)
     python train.py --config-dir mine/configs model=imported run.init_from=mine ...      printed at the end
 
 scripts/evaluate.py, sample.py and export_hf.py also take OUT: weights that came in FP8 leave as the same FP8. More:
