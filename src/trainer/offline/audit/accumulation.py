@@ -106,15 +106,20 @@ def check_sums(
     """Return whether rows of y, multiplied again in float64, agree with FP32 sums; a [R, K], w [(G,) K, N] as they
     enter the product. fast: whether they agree with those of the emulated tensor core (short sums agree with both);
     scales are then constant along a sum."""
-    for r in range(0, a.shape[0], max(1, a.shape[0] // SAMPLE)):
-        group = 0 if offsets is None else int(torch.searchsorted(offsets, offsets.new_tensor(r), right=True))
-        matrix = _exact(w if offsets is None else w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group])
-        row = _exact(a[r], a_inv if a_inv is None or a_inv.dim() == 0 else a_inv[r])
-        want, size = row @ matrix, row.abs() @ matrix.abs()
+    rows = torch.arange(0, a.shape[0], max(1, a.shape[0] // SAMPLE), device=a.device)
+    group_of = torch.zeros_like(rows) if offsets is None else torch.searchsorted(offsets.to(rows), rows, right=True)
+    for group in group_of.unique().tolist():
+        r = rows[group_of == group]
+        weight, weight_inv = w, w_inv
+        if offsets is not None:
+            weight, weight_inv = w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group]
+        matrix = _exact(weight, weight_inv)
+        picked = _exact(a[r], a_inv if a_inv is None or a_inv.dim() == 0 else a_inv[r])
+        want, size = picked @ matrix, picked.abs() @ matrix.abs()
         if fast:
-            numbers = fp8_values(a[r][None]), fp8_values(w if offsets is None else w[group])
-            exact = (numbers[0].double() @ numbers[1].double())[0]
-            want = want * torch.where(exact == 0, 1.0, truncated_matmul(*numbers)[0].double() / exact)
+            numbers = fp8_values(a[r]), fp8_values(weight)
+            exact = numbers[0].double() @ numbers[1].double()
+            want = want * torch.where(exact == 0, 1.0, truncated_matmul(*numbers).double() / exact)
         rounding, least = ROUNDING.get(y.dtype, (0.0, 1e-30))  # of the result, twice if a scale multiplies it
         if not bool(((y[r].double() - want).abs() <= rounding * want.abs() + 2e-6 * size + least).all()):
             return False

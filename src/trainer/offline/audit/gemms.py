@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from precision import ScalingArena, fused, gemm_layers, head
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend, replaced
@@ -63,7 +64,8 @@ class GemmRecorder:
     ) -> None:  # fmt: skip
         """Record which sums the latest product's rows agree with, see `check_sums`: of both, those that are planned."""
         fast = recipe.sums_fast and recipe.scaling.granularity is not Granularity.block
-        agree = check_sums(y, a, a_inv, w, w_inv, offsets, fast)
+        with _disable_current_modes():  # its operations are none of the model's
+            agree = check_sums(y, a, a_inv, w, w_inv, offsets, fast)
         self._note("sums", "fast" if agree == fast else "fp32")
 
     def rows_of_tokens(self, rows: Tensor) -> None:
