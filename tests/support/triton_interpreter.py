@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -17,7 +18,7 @@ Interpreted = interpreter.InterpretedFunction
 Builder = interpreter.InterpreterBuilder
 Semantic = type(interpreter.interpreter_semantic)
 _create_dot, _get_np_dtype = Builder.create_dot, interpreter._get_np_dtype
-_cast = Builder.cast_impl
+_cast, _convert, _semantic_cast = Builder.cast_impl, Builder.create_fp_to_fp, Semantic.cast
 _patch_lang_tensor, _call = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
 
 
@@ -40,13 +41,46 @@ def _wide(x: Any) -> Any:
 
 
 def cast_with_rounding(self: Any, src: Any, dst_type: Any) -> Any:
-    """To BF16 as a GPU does it, to nearest even; Triton's own cuts off."""
-    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+    """To BF16 as a GPU does it, to nearest even; Triton's own cuts off. From BF16 its bits become FP32's upper half."""
+    names = src.dtype.scalar.name, dst_type.scalar.name
+    if names == ("bf16", "fp32"):
+        return _wide(src)
+    if names != ("fp32", "bf16"):
         return _cast(self, src, dst_type)
     bits = src.data.astype("float32", copy=False).view("uint32")
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     kept = np.where(np.isnan(src.data), (bits >> 16) | 0x40, rounded)
     return interpreter.TensorHandle(kept.astype("uint16"), tl.bfloat16)
+
+
+def convert(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+    """From FP8 by a table. FP32 to FP8, which kernels have rounded to a number of the format, by its upper bits."""
+    kind, to = src.dtype.scalar, dst_type.scalar
+    if kind.name in _FP8 and to.name == "fp32":
+        return interpreter.TensorHandle(_FP8[kind.name][src.data], to)
+    if kind.name == "fp32" and to.name in _FP8:
+        return interpreter.TensorHandle(_codes(src.data, to.fp_mantissa_width, to.exponent_bias), to)
+    return _convert(self, src, dst_type, rounding)
+
+
+_FP8 = {
+    name: torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    for name, dtype in (("fp8e4nv", torch.float8_e4m3fn), ("fp8e5", torch.float8_e5m2))
+}
+"""The number of each code."""
+
+
+def _codes(x: np.ndarray, mantissa: int, bias: int) -> np.ndarray:
+    """FP8 codes of FP32 numbers: cut off between two numbers of the format, the largest beyond it, NaN for NaN."""
+    x = np.ascontiguousarray(x)
+    bits = x.view(np.int32)
+    size = bits & 0x7FFFFFFF
+    codes = np.minimum((size >> (23 - mantissa)) - ((127 - bias) << mantissa), 0x7E if mantissa == 3 else 0x7B)
+    small = size < ((128 - bias) << 23)
+    if small.any():
+        codes = np.where(small, np.abs(x) * 2.0 ** (bias - 1 + mantissa), codes)
+    codes = np.where(size > 0x7F800000, 0x7F, codes).astype(np.uint8)
+    return codes | (bits >> 24).astype(np.uint8) & 0x80
 
 
 _patched: set[tuple[int, ...]] = set()  # the modules of Triton's language that the kernel that runs has met
@@ -89,11 +123,16 @@ def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
 
 
+_NO_SHAPE = _shape(())
+
+
 def make_tensor(self: Any, handle: Any, type: Any) -> None:
     """As Triton's, but tensors of a shape share what says so; `sort` is type and shape in one word."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.sort = type.sort if type.is_block() else type.name
-    self.numel, self.shape = _shape(tuple(type.shape) if type.is_block() else ())
+    if type.is_block():
+        self.sort, (self.numel, self.shape) = type.sort, type.as_constants
+    else:
+        self.sort, (self.numel, self.shape) = type.name, _NO_SHAPE
 
 
 _make_block_type = tl.block_type.__init__
@@ -105,10 +144,11 @@ def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.sort = key = element_ty.name, *shape
     if key in _block_types:
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = _block_types[key]
+        self.shape, self.numel, self.name, self.as_constants = _block_types[key]
     else:
         _make_block_type(self, element_ty, shape)
-        _block_types[key] = self.shape, self.numel, self.name
+        self.as_constants = _shape(tuple(self.shape))
+        _block_types[key] = self.shape, self.numel, self.name, self.as_constants
 
 
 _check_types, _broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
@@ -168,9 +208,25 @@ _unwrap = tl.core._unwrap_if_constexpr
 
 
 def unwrap(x: Any) -> Any:
-    """As Triton's, with the question first that is asked most."""
+    """As Triton's, with the questions first that are asked most."""
     kind = type(x)
-    return x.value if kind is tl.constexpr else x if kind is tl.tensor or kind is int else _unwrap(x)
+    return x.value if kind is tl.constexpr else x if kind in _PLAIN else _unwrap(x)
+
+
+_PLAIN = {tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)}
+
+
+def is_same(self: Any, other: Any) -> bool:
+    """Whether two types are: most often, they are one object."""
+    return self is other or (self.name == other.name if type(other) is tl.dtype else _is_same(self, other))
+
+
+_is_same = tl.dtype.__eq__
+
+
+def cast(self: Any, x: Any, to: Any, rounding: Any = None) -> Any:
+    """As Triton's, at once where there is nothing to cast."""
+    return x if rounding is None and x.dtype.name == to.scalar.name else _semantic_cast(self, x, to, rounding)
 
 
 def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
@@ -208,6 +264,9 @@ Semantic.binary_op_sanitize_overflow_impl = check_overflow
 interpreter._patch_builtin = patch_builtins
 interpreter.TensorHandle.__post_init__ = lambda self: None  # type: ignore[method-assign]  # a check of Triton's own operations
 tl.core._unwrap_if_constexpr = unwrap
+tl.dtype.__eq__ = is_same
+Semantic.cast = cast  # type: ignore[method-assign, assignment]
+Builder.create_fp_to_fp = convert  # type: ignore[method-assign]
 tl.block_type.__init__ = make_block_type
 tl.tensor.__init__ = make_tensor
 interpreter._patch_lang_tensor = patch_index_too

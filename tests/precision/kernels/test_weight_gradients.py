@@ -8,7 +8,7 @@ from kernel_layers import DEVICE, Layers, build
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precision import Feed, PrecisionConfig, begin_step, expert_ffn, gated_ffn, gemm_layers
+from precision import Feed, PrecisionConfig, expert_ffn, gated_ffn, gemm_layers
 from precision.deferred import WeightGradientQueue
 
 pytest.importorskip("triton", reason="Triton is missing")
@@ -40,8 +40,7 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Of weights, after one microbatch; autograd sees weights of a dtype, what multiplies is the same. queue: computes
     them after the backward pass."""
-    layers, arena = build(config, backend, (WIDTH, INNER, EXPERTS), *KINDS[kind])
-    begin_step(layers, arena)
+    layers, _ = build(config, backend, (WIDTH, INNER, EXPERTS), *KINDS[kind])
     for layer in gemm_layers(layers):
         layer.weight, layer.deferred = nn.Parameter(layer.weight.detach().to(dtype)), queue
     x = (torch.randn(ROWS, WIDTH) * torch.logspace(-1, 1, ROWS)[:, None]).to(DEVICE, torch.bfloat16).requires_grad_()
