@@ -202,7 +202,7 @@ def test_step(tmp_path: Path, bench: Run) -> None:
     assert speeds[0] - 1 <= slow <= fast <= speeds[1] + 1, "deciles lie between the steps that were measured"
 
 
-def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one() -> None:
+def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one(run_python: Run) -> None:
     """a2 with the project's kernels, here in Triton's interpreter, against the same layer in plain PyTorch."""
     code = f"""
 import argparse, sys
@@ -220,8 +220,7 @@ for fast in (False, True):
 for a, b in zip(*found):
     assert (a.float() - b.float()).norm() < 0.01 * a.float().norm()
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", code, environment={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
 
 
