@@ -119,9 +119,9 @@ def test_hugging_face_has_no_such_architecture(build: Build) -> None:
             to_hf_config(build(**{key: value}).config)
 
 
-@pytest.mark.parametrize("activation", [Activation.swiglu, Activation.xielu])
+@pytest.mark.parametrize(("activation", "compiled"), [(Activation.swiglu, False), (Activation.xielu, True)])
 def test_fp8_attention_in_a_model(
-    activation: Activation, on_meta: Callable[..., tuple[DeepSeek, Plan]], tokens: Tensor
+    activation: Activation, compiled: bool, on_meta: Callable[..., tuple[DeepSeek, Plan]], tokens: Tensor
 ) -> None:
     """Every GEMM of a block but the router's is in FP8; recomputed or compiled, gradients are the same bits; in BF16
     aside, no cast is made."""
@@ -150,12 +150,13 @@ def test_fp8_attention_in_a_model(
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
     for _, block in model.iter_blocks():
         block.around_attention = None
-    _, block = model.iter_blocks()[0]
-    block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
-    for a, b in zip(plain, gradients(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().max()))
-    assert torch.equal(arena.amax > 0, amax > 0)
-    del block.forward
+    if compiled:
+        _, block = model.iter_blocks()[0]
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        for a, b in zip(plain, gradients(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().max()))
+        assert torch.equal(arena.amax > 0, amax > 0)
+        del block.forward
     arena.begin_step()
     with in_bf16(model):
         model(tokens)
