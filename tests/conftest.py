@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; progr
 
 import pytest
 import torch
+import yaml_once  # noqa: F401 (it does so)
 from composed import SHARED
 from hypothesis import settings
 from omegaconf import OmegaConf

@@ -23,7 +23,6 @@ import inspect
 import json
 import logging
 import os
-import pickle
 import runpy
 import signal
 import subprocess
@@ -53,26 +52,11 @@ class Fresh:
     levels: dict[str, int]
 
 
-def read_yaml_once() -> None:
-    """Have forks find the files of configs/, and Hydra's own, read: in Python's YAML that is a seventh of what a short
-    run takes. A text that has changed is read as it is now."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    read, known = yaml.load, {}
-
-    def load(stream: Any, Loader: Any) -> Any:
-        text = stream.read() if hasattr(stream, "read") else stream
-        if Loader.__name__ != "OmegaConfLoader":
-            return read(text, Loader)
-        if text not in known:
-            known[text] = pickle.dumps(read(text, Loader))
-        return pickle.loads(known[text])
-
-    yaml.load = load
+def read_configs() -> None:
+    """Have forks find the files of configs/, and Hydra's own, read; see `yaml_once`."""
     configs = Path(__file__).parents[1] / "configs"
     for path in configs.rglob("*.yaml"):
-        OmegaConf.load(path)
+        importlib.import_module("omegaconf").OmegaConf.load(path)
     sys.argv[1:] = ["+recipe=fp8_delayed"]
     importlib.import_module("trainer.launch.composition").compose(configs)
 
@@ -200,12 +184,12 @@ def main() -> None:
     sys.path[0] = str(Path(__file__).with_name("support"))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
     subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's modules take it by name
-    for name in (*IMPORTED, *(["triton_interpreter"] if interpreted else [])):
+    for name in ("yaml_once", *IMPORTED, *(["triton_interpreter"] if interpreted else [])):
         importlib.import_module(name)
     environment = importlib.import_module("trainer.run.environment")
     for read_once in (environment.packages, environment.git_state):  # no GPU is asked: forks could not use one
         read_once()
-    read_yaml_once()
+    read_configs()
     del sys.path[0]
     Fresh.path = [*sys.path]
     loggers = logging.root.manager.loggerDict
