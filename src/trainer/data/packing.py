@@ -139,9 +139,10 @@ class Packer:
         for source, block, again in work.blocks:
             piece: Piece
             # what a repetition leaves out is counted already
-            for piece in block.pieces(self._how.validation_fraction, SkipLog(strict=False) if again else log):
-                if not (again and piece.held_out):
-                    yield piece.text, (source, piece.num_bytes, piece.ends_document, piece.held_out)
+            for piece in block.pieces(SkipLog(strict=False) if again else log):
+                held_out = block.holds_out(piece, self._how.validation_fraction)
+                if not (again and held_out):
+                    yield piece.text, (source, piece.num_bytes, piece.ends_document, held_out)
             self._on_read(block.num_bytes)
 
 

@@ -5,8 +5,9 @@ either a place to read at (a range of bytes of a file, a row group), or the data
 read (compressed files, streams). A block yields its documents as `Piece`s of text, in order. Nothing else is known
 about a source after that: the same documents give the same tokens, whatever file format they come from.
 
-Whether a document is held out for validation is decided here, for each on its own: if the hash of its text, read as a
-number in [0, 1), is below `fraction`. So the split needs no seed and no list, and equal documents are on one side.
+Whether a document is held out for validation is decided for each on its own, unless its block says so: if the hash of
+its text, read as a number in [0, 1), is below `fraction`. So the split needs no seed and no list, and equal documents
+are on one side.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ class Piece(NamedTuple):
     num_bytes: int
     """In UTF-8."""
     ends_document: bool
-    held_out: bool
 
 
 @dataclass(frozen=True)
@@ -129,28 +129,31 @@ class Block(ABC):
         """Approximate bytes of text, used to cut shards and weigh sources. The same at each reading."""
 
     @abstractmethod
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def pieces(self, log: SkipLog) -> Iterator[Piece]:
         """Yield its documents in order. Unusable ones go to the log."""
 
-    def _document(self, text: str | bytes, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def holds_out(self, piece: Piece, fraction: float) -> bool:
+        """Return whether one of its pieces is held out."""
+        return position(piece.text) < fraction if self.held_out is None else self.held_out
+
+    def _document(self, text: str | bytes, where: Place, log: SkipLog) -> Iterator[Piece]:
         """Yield one document, if it is usable."""
         if not text:
             log.add(self.label, EMPTY, where)
             return
         try:
-            data = text.encode() if isinstance(text, str) else text
-            whole = text if isinstance(text, str) else text.decode()
+            data, whole = (text.encode(), text) if isinstance(text, str) else (text, text.decode())
         except UnicodeDecodeError:
             log.add(self.label, NOT_UTF8, where)
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
             log.add(self.label, "not Unicode text", where)
         else:
-            yield Piece(whole, len(data), True, position(data) < fraction if self.held_out is None else self.held_out)
+            yield Piece(whole, len(data), True)
 
 
-def position(data: bytes) -> float:
+def position(text: str) -> float:
     """Return the hash of a document as a number in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Lines(Block):
     def num_bytes(self) -> int:
         return self.end - self.begin
 
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def pieces(self, log: SkipLog) -> Iterator[Piece]:
         data = self.data
         try:
             if data is None:
@@ -183,10 +186,10 @@ class Lines(Block):
         place = self.begin
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():  # else no document: an empty one is {"text": ""}
-                yield from self._parsed(line, Line(self, number, place), fraction, log)
+                yield from self._parsed(line, Line(self, number, place), log)
             place += len(line) + 1
 
-    def _parsed(self, line: bytes, where: Line, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def _parsed(self, line: bytes, where: Line, log: SkipLog) -> Iterator[Piece]:
         label, column = self.label, self.part.text_column
         try:
             record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with this mark
@@ -206,7 +209,7 @@ class Lines(Block):
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} {NO_TEXT}", where)
         else:
-            yield from self._document(record[column] or "", where, fraction, log)
+            yield from self._document(record[column] or "", where, log)
 
     def lines_before(self) -> int | None:
         """Return the number of lines of the file before this block, for a message; None far into a large file, which
@@ -229,9 +232,9 @@ class Rows(Block):
     def num_bytes(self) -> int:
         return sum(len(value) for value in self.values if value)
 
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def pieces(self, log: SkipLog) -> Iterator[Piece]:
         for number, value in zip(self.numbers, self.values, strict=True):
-            yield from self._document(value or "", f"{self.unit} {number}", fraction, log)
+            yield from self._document(value or "", f"{self.unit} {number}", log)
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,7 @@ class RowGroup(Block):
     def num_bytes(self) -> int:
         return self.size
 
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def pieces(self, log: SkipLog) -> Iterator[Piece]:
         import pyarrow
         from pyarrow import parquet
 
@@ -262,8 +265,7 @@ class RowGroup(Block):
                 while row < end and (batch := next(batches, None)) is not None:
                     values = as_bytes(batch.column(self.column)[: end - row])
                     numbers = range(row, row + len(values))
-                    rows = Rows(values, numbers, label=self.label, held_out=self.held_out)
-                    yield from rows.pieces(fraction, log)
+                    yield from Rows(values, numbers, label=self.label).pieces(log)
                     row = numbers.stop
         except (OSError, pyarrow.ArrowException):
             log.add(self.label, "the row group cannot be read", f"row {row}", end - row)
@@ -313,7 +315,7 @@ class TextFile(Block):
     def num_bytes(self) -> int:
         return self.end - self.begin
 
-    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    def pieces(self, log: SkipLog) -> Iterator[Piece]:
         if self.packed:
             yield from self._unpacked(log)
             return
@@ -324,7 +326,7 @@ class TextFile(Block):
         try:
             for text in read_pieces(self.path, self.begin, self.end):
                 if waiting is not None:
-                    yield Piece(waiting, len(waiting.encode()), False, bool(self.held_out))
+                    yield Piece(waiting, len(waiting.encode()), False)
                 waiting = text
         except (OSError, UnicodeDecodeError) as error:  # it was readable a moment ago
             why = getattr(error, "strerror", None) or "no longer UTF-8 text"
@@ -332,7 +334,7 @@ class TextFile(Block):
         if waiting is None:
             log.add(self.label, EMPTY, "all of it")
         else:
-            yield Piece(waiting, len(waiting.encode()), True, bool(self.held_out))
+            yield Piece(waiting, len(waiting.encode()), True)
 
     def _unpacked(self, log: SkipLog) -> Iterator[Piece]:
         data = bytearray()
@@ -345,4 +347,4 @@ class TextFile(Block):
         except OSError as error:
             log.lost(self.label, unpack_error(error))
             return
-        yield from self._document(bytes(data.removeprefix(BOM_UTF8)), "all of it", 0.0, log)
+        yield from self._document(bytes(data.removeprefix(BOM_UTF8)), "all of it", log)

@@ -334,5 +334,5 @@ def _share_of_text(block: Block) -> float:
     none."""
     if not isinstance(block, Lines):
         return 1.0
-    text = sum(piece.num_bytes for piece in block.pieces(0.0, SkipLog(strict=False)))
+    text = sum(piece.num_bytes for piece in block.pieces(SkipLog(strict=False)))
     return text / block.num_bytes if text else 1.0

@@ -45,8 +45,8 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
     for reader, weight in zip(readers, weights, strict=True):
         left = share = max(int(num_bytes * weight / sum(weights)), 1)
         for block in reader.sample(share, log):
-            for piece in block.pieces(validation_fraction, log):
-                if not piece.held_out:
+            for piece in block.pieces(log):
+                if not block.holds_out(piece, validation_fraction):
                     taken, left = taken + piece.num_bytes, left - piece.num_bytes
                     yield piece.text
                 if left <= 0 and not piece.ends_document:

@@ -28,7 +28,7 @@ def written(rows: list[list[str]], delimiter: str = ",", ends: str = "\r\n") -> 
 
 
 def texts(blocks: Iterator[Rows], log: SkipLog) -> list[str]:
-    return [piece.text for block in blocks for piece in block.pieces(0.0, log)]
+    return [piece.text for block in blocks for piece in block.pieces(log)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -164,11 +164,11 @@ def test_a_row_group_as_large_as_its_file_is_read_in_pieces_and_sampled_in_part(
     files, log, before = open_source(part, 0.0), SkipLog(strict=True), pyarrow.total_allocated_bytes()
     blocks = list(files.blocks(log))
     assert len(blocks) == 2
-    pieces = blocks[0].pieces(0.0, log)
+    pieces = blocks[0].pieces(log)
     assert next(pieces).text[0] == "a"
     assert pyarrow.total_allocated_bytes() - before < (tmp_path / "a.parquet").stat().st_size / 2
     assert 1 + sum(1 for _ in pieces) == rows
-    sampled = [piece for block in files.sample(size, log) for piece in block.pieces(0.0, log)]
+    sampled = [piece for block in files.sample(size, log) for piece in block.pieces(log)]
     assert 0.9 * size < sum(piece.num_bytes for piece in sampled) < 1.1 * size
     assert {piece.text[0] for piece in sampled} == {"a", "b"}
 
