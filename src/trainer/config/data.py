@@ -6,14 +6,10 @@ import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from precision.errors import UserError
 
-SETTINGS = (
-    *("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming"),
-    *("validation_path", "validation_split"),
-)
-"""Settings of a source, in the section or in an entry of `mix`."""
 TOKENIZER = "tokenizer.json"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
 LARGEST_VOCABULARY = 2**24  # of a tokenizer that is trained: room for it is allocated first
@@ -147,27 +143,15 @@ class DataConfig:
     """Folder of prepared tokenizers and bins, one subfolder for each state of the source."""
 
 
-@dataclass(frozen=True)
-class SourceConfig:
-    """One source with all settings resolved: an entry of `mix`, or the section itself, whose fields these are."""
+@dataclass(kw_only=True)
+class SourceConfig(DataConfig):
+    """The `data` section as one source has it: with the settings of its entry of `mix`, if it has one."""
 
     name: str
     """Its name, or the kind of the source."""
     key: str
     """Prefix of its settings in messages: data, or data.mix[0]."""
     weight: float | None
-    source: Source
-    path: str | None
-    glob: str
-    exclude: tuple[str, ...]
-    format: Format
-    text_column: str
-    subset: str | None
-    split: str
-    revision: str | None
-    streaming: bool
-    validation_path: str | None
-    validation_split: str | None
 
     @property
     def path_key(self) -> str:
@@ -187,17 +171,13 @@ class SourceConfig:
 
 
 def source_configs(data: DataConfig) -> list[SourceConfig]:
-    """Return the sources of `data`, in order."""
-    own = {key: getattr(data, key) for key in SETTINGS}
-    exclude = tuple(data.exclude)
-    if not data.mix:
-        return [SourceConfig(name=data.source.value, key="data", weight=None, exclude=exclude, **own)]
-    entries = []
-    for number, entry in enumerate(data.mix):
-        given = {key: value for key in SETTINGS if (value := getattr(entry, key)) is not None}
-        key = f"data.mix[{number}]"
-        entries.append(SourceConfig(name=entry.name, key=key, weight=entry.weight, exclude=exclude, **(own | given)))
-    return entries
+    """Return the sources of `data`, in order: the entries of `mix`, or one that has all settings of the section."""
+    sources = []
+    for number, entry in enumerate(data.mix or [MixEntry(data.source.value)]):
+        own: dict[str, Any] = {key: value for key, value in vars(entry).items() if value is not None}
+        key = f"data.mix[{number}]" if data.mix else "data"
+        sources.append(SourceConfig(**{"weight": None, **vars(data), **own}, key=key))
+    return sources
 
 
 def is_on_hub(tokenizer: str) -> bool:
@@ -247,26 +227,23 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
 
 
 def _check_mix(data: DataConfig, sources: list[SourceConfig]) -> None:
-    if not data.mix:
-        return
     for key in ("path", "validation_path"):
-        if (value := getattr(data, key)) is not None:
+        if data.mix and (value := getattr(data, key)) is not None:
             raise UserError(f"data.{key}={value}: data.mix names the sources: give each its {key} there, or no mix")
-    names = [entry.name for entry in data.mix]
-    for number, entry in enumerate(data.mix):
-        key = f"data.mix[{number}]"
-        if not re.fullmatch(r"[\w-]+", entry.name, re.ASCII) or entry.name in names[:number]:
-            why = "is taken" if entry.name in names[:number] else "is not a file name"
-            raise UserError(f"{key}.name={entry.name}: {why}: use letters, digits, _ and -, each name once")
-        if entry.weight is not None and not 0 < entry.weight < float("inf"):
-            raise UserError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
-        if (entry.weight is None) != (data.mix[0].weight is None):
-            shown = "null" if entry.weight is None else entry.weight
-            raise UserError(f"{key}.weight={shown}: give all sources a weight, or none")
+    names = [part.name for part in sources]
+    for number, part in enumerate(sources):
+        if not re.fullmatch(r"[\w-]+", part.name, re.ASCII) or part.name in names[:number]:
+            why = "is taken" if part.name in names[:number] else "is not a file name"
+            raise UserError(f"{part.key}.name={part.name}: {why}: use letters, digits, _ and -, each name once")
+        if part.weight is not None and not 0 < part.weight < float("inf"):
+            raise UserError(f"{part.key}.weight={part.weight}: must be above 0; leave the source out instead")
+        if (part.weight is None) != (sources[0].weight is None):
+            shown = "null" if part.weight is None else part.weight
+            raise UserError(f"{part.key}.weight={shown}: give all sources a weight, or none")
     kinds = {part.source is Source.bins for part in sources}
     if kinds == {True, False}:
         raise UserError("data.mix: bins are prepared already and go with bins only: prepare the others first")
-    if kinds == {True} and data.mix[0].weight is not None:
+    if kinds == {True} and sources[0].weight is not None:
         raise UserError("data.mix[0].weight: bins are read whole; give weights when they are prepared")
 
 

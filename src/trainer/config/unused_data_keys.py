@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.data import HAVE_PATHS, DataConfig, Source, SourceConfig, Stop, source_configs
+from trainer.config.data import HAVE_PATHS, DataConfig, MixEntry, Source, SourceConfig, Stop, source_configs
 
 FOLDERS = {Source.stdlib, Source.text, Source.files}
 READ_BY = {
@@ -34,17 +34,17 @@ GLOBS = (
 
 def without_effect(data: DataConfig) -> list[str]:
     """Return a line for each: key, value, why, and what to do."""
-    sources = source_configs(data)
+    sources, entries = source_configs(data), data.mix or [MixEntry("")]
     lines = []
     for key in READ_BY:
         value = getattr(data, key)
         if _is_given(key, value):
-            heirs = [part for part, entry in zip(sources, data.mix or [None], strict=True) if _inherits(entry, key)]
+            heirs = [part for part, entry in zip(sources, entries, strict=True) if getattr(entry, key, None) is None]
             reasons = [_unread(part, key) for part in heirs]
             if all(reasons):
                 why = "no source of data.mix reads it" if data.mix else str(reasons[0])
                 lines.append(_line(f"data.{key}", value, why))
-    for part, entry in zip(sources, data.mix, strict=False):
+    for part, entry in zip(sources, entries, strict=True):
         own = [key for key in READ_BY if getattr(entry, key, None) is not None]
         lines += [_line(f"{part.key}.{key}", getattr(entry, key), why) for key in own if (why := _unread(part, key))]
     if data.stop is not Stop.first_exhausted and sources[0].weight is None:
@@ -66,11 +66,6 @@ def _is_given(key: str, value: Any) -> bool:
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped
-
-
-def _inherits(entry: Any, key: str) -> bool:
-    """Return whether a source takes this setting from the section: an entry of a mix may have its own."""
-    return entry is None or getattr(entry, key, None) is None
 
 
 def _unread(part: SourceConfig, key: str) -> str:

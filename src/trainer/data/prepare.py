@@ -77,7 +77,7 @@ def find_or_build(
         _check_entries(prepared.train.sidecar.vocab_size, vocab_size)
         _check_end(prepared, data.end_of_text)
         return prepared
-    readers = [open_source(part, data.validation_fraction) for part in sources]
+    readers = [open_source(part) for part in sources]
     key = _key(data, vocab_size, readers)
     setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
     place = folder or Path(data.cache_dir) / f"{'mix' if data.mix else data.source.value}-{key}"
@@ -237,7 +237,7 @@ def _build(
         )
         done, log = _pack(packing, readers, data, report)
         for reader in readers:
-            if open_source(reader.part, data.validation_fraction).fingerprint != reader.fingerprint:
+            if open_source(reader.part).fingerprint != reader.fingerprint:
                 shutil.rmtree(partial)
                 raise UserError(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "

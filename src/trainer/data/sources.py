@@ -70,19 +70,17 @@ class Reader(Protocol):
         ...
 
 
-def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
+def open_source(part: SourceConfig) -> Reader:
     """Open a source. Raises UserError, one line, if there is nothing to read."""
-    if part.held_out is not None:
-        return TrainAndHeldOut(part, part.held_out)
-    return _open(part, validation_fraction)
+    return _open(part) if part.held_out is None else TrainAndHeldOut(part, part.held_out)
 
 
-def _open(part: SourceConfig, validation_fraction: float | None) -> Reader:
+def _open(part: SourceConfig) -> Reader:
     if part.source is Source.hf:
         from trainer.data.hf_datasets import Dataset
 
         return Dataset(part)
-    return Files(part, validation_fraction)
+    return Files(part)
 
 
 class TrainAndHeldOut:
@@ -91,7 +89,7 @@ class TrainAndHeldOut:
 
     def __init__(self, part: SourceConfig, held_out: SourceConfig) -> None:
         self.part, self._same = part, part.path == held_out.path
-        self._train, self._held_out = _open(part, None), _open(held_out, None)
+        self._train, self._held_out = _open(part), _open(held_out)
         if isinstance(self._train, Files) and isinstance(self._held_out, Files):
             self._train.leave_out(self._held_out)
         both = f"{self._train.fingerprint}\nheld out {self._held_out.fingerprint}"
@@ -115,10 +113,9 @@ class TrainAndHeldOut:
 
 
 class Files:
-    """The files of a folder."""
+    """The files of a folder. Holds out a share of them, unless the source has text of its own for that."""
 
-    def __init__(self, part: SourceConfig, validation_fraction: float | None) -> None:
-        """validation_fraction: None holds out nothing."""
+    def __init__(self, part: SourceConfig) -> None:
         self.part = part
         self._corpus = corpus = scan(part)
         self.fingerprint = corpus.fingerprint
@@ -127,18 +124,18 @@ class Files:
         self.num_bytes = corpus.num_bytes if known else 0
         self._divided: int | None = None
         self._held_out: set[str] = set()
-        if validation_fraction is None:
+        if part.held_out is not None:
             return
         texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
         if len(corpus.documents) == len(texts) == 1 and known:
-            self._divided = self._divide(texts[0], validation_fraction)
+            self._divided = self._divide(texts[0])
             return
-        self._held_out = {document.path for document in choose_held_out(texts, validation_fraction)}
+        self._held_out = {document.path for document in choose_held_out(texts, part.validation_fraction)}
         if texts and len(self._held_out) == len(corpus.documents):
             fix = "lower it, or give the text as more files" if len(texts) > 1 else "unpack it"
             raise UserError(
-                f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
-                f"for training, and only a single, uncompressed file can be divided: {fix}"
+                f"data.validation_fraction={part.validation_fraction}: leaves none of {len(texts)} file(s) of "
+                f"{part.name} for training, and only a single, uncompressed file can be divided: {fix}"
             )
 
     def leave_out(self, other: Files) -> None:
@@ -155,16 +152,17 @@ class Files:
         self.fingerprint = self._corpus.fingerprint
         self.num_bytes = self._corpus.num_bytes if self.num_bytes else 0
 
-    def _divide(self, text: Document, validation_fraction: float) -> int:
+    def _divide(self, text: Document) -> int:
         """Return where the held-out part of the only file begins."""
+        fraction = self.part.validation_fraction
         try:
-            begin = divide(self._corpus.root / text.path, text.num_bytes, validation_fraction)
+            begin = divide(self._corpus.root / text.path, text.num_bytes, fraction)
         except OSError as error:
             raise UserError(f"{self.part.key}.path: {text.path} cannot be read: {error.strerror}") from error
         if not 0 < begin < text.num_bytes:
             side = "training" if begin <= 0 else "validation"
             raise UserError(
-                f"data.validation_fraction={validation_fraction}: leaves nothing of {text.path}, {text.num_bytes:,} "
+                f"data.validation_fraction={fraction}: leaves nothing of {text.path}, {text.num_bytes:,} "
                 f"bytes, for {side}: change it, or give more text"
             )
         return begin

@@ -29,7 +29,7 @@ def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None =
     for part in source_configs(data):
         if part.source is Source.bins:
             raise UserError(f"{part.key}.source=bins: has no text to train on: name the text it was prepared from")
-    readers = [open_source(part, data.validation_fraction) for part in source_configs(data)]
+    readers = [open_source(part) for part in source_configs(data)]
     return train_on_sample(readers, data, vocab_size, progress or silent)
 
 

@@ -115,13 +115,13 @@ def test_a_folder_of_csv_and_tsv_is_prepared(prepared: Prepared, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"=text: a\.csv has no such column: set one of id, body, the names in its first"
     ):
-        list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
+        list(open_source(wrong).blocks(SkipLog(strict=True)))
     (folder / "a.csv").write_text("id;text\n1;a\n")
     with pytest.raises(
         UserError, match=r"its first row is id;text; separate columns with commas, or with tabs and data"
     ):
-        list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
+        list(open_source(wrong).blocks(SkipLog(strict=True)))
     (folder / "a.csv").write_bytes("text\n1\n".encode("utf-16"))
     with pytest.raises(UserError, match=r"its first row is not UTF-8 text; convert it: iconv -f ENC"):
-        list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
+        list(open_source(wrong).blocks(SkipLog(strict=True)))
     assert Format.csv.value == "csv"

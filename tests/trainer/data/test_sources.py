@@ -161,7 +161,7 @@ def test_a_row_group_as_large_as_its_file_is_read_in_pieces_and_sampled_in_part(
         texts = [name + rng.randbytes(1024).hex() for _ in range(rows)]
         parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=len(texts))
     (part,) = source_configs(DataConfig(Source.files, str(tmp_path), "*.parquet", exclude=[]))
-    files, log, before = open_source(part, 0.0), SkipLog(strict=True), pyarrow.total_allocated_bytes()
+    files, log, before = open_source(part), SkipLog(strict=True), pyarrow.total_allocated_bytes()
     blocks = list(files.blocks(log))
     assert len(blocks) == 2
     pieces = blocks[0].pieces(log)
