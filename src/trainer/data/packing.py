@@ -17,6 +17,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from precision.errors import UserError
+from trainer.config.data import DataConfig
 from trainer.data.bins import FORMAT, Sidecar, dtype_for
 from trainer.data.records import Piece, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
@@ -33,13 +34,14 @@ class Packing:
     """Common settings of all shards of a corpus."""
 
     folder: Path
-    tokenizer_path: Path
-    end_of_text: str
-    validation_fraction: float
-    skip_damaged: bool
+    data: DataConfig
     names: tuple[str, ...]
     """Names of the sources."""
     fingerprint: str
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
 
 
 class PackJob(NamedTuple):
@@ -88,14 +90,14 @@ class Packer:
             dtype=dtype_for(vocab_size),
             sha256="",
             vocab_size=vocab_size,
-            end_of_text=end_of_text_id(self._tokenizer, packing.end_of_text),
+            end_of_text=end_of_text_id(self._tokenizer, packing.data.end_of_text),
             tokenizer_hash=file_hash(packing.tokenizer_path),
             source_fingerprint=packing.fingerprint,
         )
 
     def pack(self, work: PackJob) -> PackedShard:
         """Write the shard's files. Raises UserError for damaged text, unless that is allowed."""
-        how, log = self._how, SkipLog(strict=not self._how.skip_damaged)
+        how, log = self._how, SkipLog(strict=not self._how.data.skip_damaged)
         writers: dict[str, ShardWriter] = {}
         documents = {name: [0, 0] for name in how.names}
 
@@ -140,7 +142,7 @@ class Packer:
             piece: Piece
             # what a repetition leaves out is counted already
             for piece in block.pieces(SkipLog(strict=False) if again else log):
-                held_out = block.holds_out(piece, self._how.validation_fraction)
+                held_out = block.holds_out(piece, self._how.data.validation_fraction)
                 if not (again and held_out):
                     yield piece.text, (source, piece.num_bytes, piece.ends_document, held_out)
             self._on_read(block.num_bytes)

@@ -93,6 +93,12 @@ def num_entries(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def check_entries(entries: int, vocab_size: int) -> None:
+    """Raise UserError if the model has fewer entries than its tokenizer."""
+    if entries > vocab_size:
+        raise UserError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
+
+
 def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
     """Return the token's id. Raises UserError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(end_of_text)

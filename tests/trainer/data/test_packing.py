@@ -27,7 +27,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from trainer.data import DataConfig, Source, prepare
-module = sys.modules["trainer.data.prepare"]
+module = sys.modules["trainer.data.folder_builder"]
 module.MEGABYTE = 10_000
 data = DataConfig(source=Source.files, path=sys.argv[1], glob="*.jsonl", tokenizer=sys.argv[2], cache_dir=sys.argv[3],
                   validation_fraction=0.2, shard_mb=1, workers=2)
@@ -43,7 +43,7 @@ prepare(data, 512, progress)
 @pytest.fixture
 def make_data(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
     """(cache, settings ...) -> a corpus of a dozen shards of 10 kB."""
-    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 10_000)
+    monkeypatch.setattr("trainer.data.folder_builder.MEGABYTE", 10_000)
     monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 1 << 20)
     folder = tmp_path / "texts"
     folder.mkdir()

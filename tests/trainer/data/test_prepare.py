@@ -4,7 +4,6 @@ import itertools
 import json
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -313,7 +312,7 @@ def test_an_altered_list_of_shards_or_sidecar_is_refused_until_it_is_accepted(
     change: Callable[[dict[str, Any]], Any],
     says: str,
 ) -> None:
-    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)  # several shards of a small corpus
+    monkeypatch.setattr("trainer.data.folder_builder.MEGABYTE", 20_000)  # several shards of a small corpus
     config = make_config(own_corpus, shard_mb=1, workers=1)
     folder = prepare(config, 300).folder
     content = json.loads((folder / name).read_text())

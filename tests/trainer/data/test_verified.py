@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +62,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def data(make_config: MakeConfig, own_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """Several shards, packed here."""
-    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)
+    monkeypatch.setattr("trainer.data.folder_builder.MEGABYTE", 20_000)
     return make_config(own_corpus, shard_mb=1, workers=1)
 
 
