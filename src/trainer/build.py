@@ -34,6 +34,7 @@ from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import bars
+from trainer.data.tokenizer_sample import silent
 from trainer.forecast.check_values import check_single_steps, in_phase
 from trainer.forecast.header import header
 from trainer.forecast.preflight import without_effect
@@ -282,7 +283,7 @@ def _assemble(
 
 def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
     """Return the data, and on rank 0 the warnings about it."""
-    progress = bars() if config.logging.console.enabled and world.is_first else nullcontext()
+    progress = bars() if config.logging.console.enabled and world.is_first else nullcontext(silent)
     with world.local_rank_0_first(), warnings.catch_warnings(record=True) as found, progress as show:
         warnings.simplefilter("always")
         data = find_or_build(config.data, config.model.vocab_size, show)

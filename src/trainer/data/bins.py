@@ -147,16 +147,14 @@ class Bins:
             )
 
     @classmethod
-    def open(cls, paths: str | Path | Sequence[Path], tokenizer_hash: str) -> Bins:
-        """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order).
+    def open(cls, paths: Sequence[Path], tokenizer_hash: str) -> Bins:
+        """Open `paths` (NAME.bin, with NAME.json beside it), in order.
 
         Raises UserError, naming the file, if one is missing or truncated, or made with another tokenizer.
         """
-        files = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
-        _allow_open_files(len(files))
-        with ThreadPoolExecutor(min(8, len(files))) as pool:
-            shards = list(pool.map(lambda path: Shard.open(path, tokenizer_hash), files))
-        return cls(shards)
+        _allow_open_files(len(paths))
+        with ThreadPoolExecutor(min(8, len(paths))) as pool:
+            return cls(list(pool.map(lambda path: Shard.open(path, tokenizer_hash), paths)))
 
     @classmethod
     def join(cls, bins: Sequence[Bins]) -> Bins:

@@ -22,8 +22,8 @@ def is_packed(path: Path) -> bool:
 
 
 def unpack(path: Path) -> Iterator[bytes]:
-    """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated,
-    after what can be read."""
+    """Yield the contents of a file, unpacked if it is a .gz or .zst, a block at a time. Raises OSError if they are
+    damaged or truncated, after what can be read."""
     held = bytearray()
     try:
         with _opened(path) as read:
@@ -46,7 +46,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the contents of a file about a block at a time, each to a line's end. Raises OSError if they cannot be read
     further, or have a line above LONGEST_BYTES, after the lines before."""
     rest = bytearray()  # of a line that continues in the next block
-    for data in unpack(path) if is_packed(path) else _blocks(path):
+    for data in unpack(path):
         if cut := data.rfind(b"\n") + 1:
             yield bytes(rest + data[:cut])
             rest.clear()
@@ -57,15 +57,13 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Callable[[], bytes]]:
-    """Open a compressed file; yield a function that reads a piece. What it has of a piece is lost when it fails."""
+    """Open a file; yield a function that reads a piece. What it has of a piece is lost when it fails."""
+    if not is_packed(path):
+        with path.open("rb") as file:
+            yield lambda: file.read(BLOCK_BYTES)
+        return
     if path.suffix.lower() == ".gz":
         with gzip.open(path) as file:
             yield lambda: file.read1(BLOCK_BYTES)

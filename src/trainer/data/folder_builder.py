@@ -35,7 +35,7 @@ from trainer.data.tokenizer import (
     tokenizer_file,
 )
 from trainer.data.tokenizer_sample import MEGABYTE, Progress, train_on_sample
-from trainer.data.verified import add_verified
+from trainer.data.verified import Stamp, add_verified
 from trainer.data.workers import pack_all
 from trainer.digests import write_signed
 from trainer.files import FULL, TEMPORARY, replace_file, sync_folder
@@ -206,10 +206,9 @@ class FolderBuilder:
             if not (parts and documents[name][0]):
                 raise self._nothing_left(name, documents[name][0], bool(parts), skipped)
             stem = f"validation-{name}" if len(names) > 1 else "validation"
-            written = _joined(parts, stem, self.data.shard_mb * MEGABYTE, tokenizer_hash)
-            validation[name] = [writer.path.name for writer in written]
-            for writer in written:
-                stamps |= writer.stamps()
+            joined = _join(parts, stem, self.data.shard_mb * MEGABYTE, tokenizer_hash)
+            validation[name] = [file for file in joined if file.endswith(".bin")]
+            stamps |= joined
         train = [shard.train for shard in done if shard.train is not None]
         if len(train) == 1:  # a kill from here to prepared.json costs the work on this shard
             stamps["train.bin"] = stamps[train[0]]
@@ -259,8 +258,8 @@ def _jobs(blocks: Iterable[MixedBlock], most: int) -> Iterator[PackJob]:
         yield job
 
 
-def _joined(parts: Sequence[Path], stem: str, most: int, tokenizer_hash: str) -> list[ShardWriter]:
-    """Join shards to files of about `most` bytes. Return their closed writers."""
+def _join(parts: Sequence[Path], stem: str, most: int, tokenizer_hash: str) -> dict[str, Stamp]:
+    """Join shards to files of about `most` bytes. Return the stamps of these and their sidecars, by name."""
     groups, size = list[list[Path]](), most
     for path in parts:
         if size >= most:
@@ -268,12 +267,11 @@ def _joined(parts: Sequence[Path], stem: str, most: int, tokenizer_hash: str) ->
             size = 0
         groups[-1].append(path)
         size += path.stat().st_size
-    like, written = Shard.open(parts[0], tokenizer_hash).sidecar, []
+    like, stamps = Shard.open(parts[0], tokenizer_hash).sidecar, dict[str, Stamp]()
     for number, group in enumerate(groups):
         name = f"{stem}.{number:05d}.bin" if len(groups) > 1 else f"{stem}.bin"
         writer = ShardWriter(parts[0].with_name(name), like)
         for path in group:
             writer.append(Shard.open(path, tokenizer_hash))  # open one at a time: there may be thousands
-        writer.close()
-        written.append(writer)
-    return written
+        stamps |= writer.close()
+    return stamps

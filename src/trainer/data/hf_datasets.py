@@ -50,8 +50,7 @@ class Dataset:
         self.fingerprint = digest.hexdigest()
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
-        rows = self._open()
-        yield from self._batches(rows, log)
+        yield from self._batches(self._open(), log)
 
     def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         """Sample rows evenly; of a stream take the beginning."""

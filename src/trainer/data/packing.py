@@ -119,8 +119,7 @@ class Packer:
                 writer(train, self._empty.source).add(ids, ends_document, piece_bytes)
                 documents[name][0] += ends_document
                 documents[name][1] += piece_bytes
-            for each in writers.values():
-                each.close()
+            stamps = {name: each for writer in writers.values() for name, each in writer.close().items()}
         except BaseException:
             for each in writers.values():
                 each.abandon()
@@ -132,7 +131,7 @@ class Packer:
             validation={name: f"{held}-{name}.bin" for name in how.names if f"{held}-{name}" in writers},
             documents={name: counts for name, counts in documents.items() if counts[0]},
             skipped=tuple(log.found.values()),
-            stamps={name: each for writer in writers.values() for name, each in writer.stamps().items()},
+            stamps=stamps,
         )
         write_signed(how.folder / f"done-{work.number:05d}.json", asdict(done))
         return done

@@ -36,9 +36,7 @@ from trainer.data.verified import ALONE, check_whole
 WEIGHED = "by training text"  # what weights count: part of the key of a mix
 
 
-def prepare(
-    data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
-) -> Prepared:
+def prepare(data: DataConfig, vocab_size: int, progress: Progress = silent, folder: Path | None = None) -> Prepared:
     """Run `find_or_build` and check all files, for a single process."""
     prepared = find_or_build(data, vocab_size, progress, folder)
     check_whole(prepared.shards, data.verify, ALONE)
@@ -46,7 +44,7 @@ def prepare(
 
 
 def find_or_build(
-    data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
+    data: DataConfig, vocab_size: int, progress: Progress = silent, folder: Path | None = None
 ) -> Prepared:
     """Return the bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
@@ -74,7 +72,7 @@ def find_or_build(
     built = False
     if not place.is_dir():
         _check_outside(place, sources, setting)
-        built = FolderBuilder(place, setting, key, readers, data, vocab_size, progress or silent).build()
+        built = FolderBuilder(place, setting, key, readers, data, vocab_size, progress).build()
     if folder is not None and read_summary(folder)["key"] != key:
         raise UserError(f"{folder}: contains different data, or an earlier state of the source: choose another --out")
     prepared = open_prepared(place, built)

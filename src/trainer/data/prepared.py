@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from precision.errors import UserError
-from trainer.config.data import SourceConfig
+from trainer.config.data import TOKENIZER, SourceConfig
 from trainer.config.paths import as_typed
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, Shard
@@ -34,7 +34,6 @@ class Prepared:
 
     folder: Path
     train: Bins
-    tokenizer_path: Path
     tokenizer_hash: str
     """SHA-256 of tokenizer.json."""
     built: bool
@@ -48,6 +47,10 @@ class Prepared:
     bigram_loss: float | None = None
     """Loss of a bigram model of these tokens (`bigram`), nats a token; for several folders the mean over their held-out
     tokens, each with the model of its own text. None if prepared.json has none."""
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
 
     @cached_property
     def validation(self) -> Bins:
@@ -121,7 +124,7 @@ def _check_sidecars(folder: Path, facts: dict) -> None:
 def open_prepared(folder: Path, built: bool = False) -> Prepared:
     """Open a folder and check what it lists, except the tokens (`check_whole`). Raises UserError, naming the file, for
     changed files."""
-    tokenizer_path = folder / "tokenizer.json"
+    tokenizer_path = folder / TOKENIZER
     if not tokenizer_path.is_file():
         raise UserError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
     tokenizer_hash = file_hash(tokenizer_path)
@@ -130,7 +133,6 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
     return Prepared(
         folder=folder,
         train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
-        tokenizer_path=tokenizer_path,
         tokenizer_hash=tokenizer_hash,
         built=built,
         validations=tuple(
@@ -176,12 +178,9 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
     }
     losses = [each.bigram_loss for each in found if each.bigram_loss is not None]
     weights = [each.validation.num_tokens for each in found]
-    return Prepared(
-        folder=found[0].folder,
+    return replace(
+        found[0],
         train=Bins.join([each.train for each in found]),
-        tokenizer_path=found[0].tokenizer_path,
-        tokenizer_hash=found[0].tokenizer_hash,
-        built=False,
         validations=held_out,
         documents=documents,
         skipped=tuple(skipped for each in found for skipped in each.skipped),

@@ -54,29 +54,22 @@ class ShardWriter:
         self._digest.update(block)
         self._num_tokens += len(ids)
 
-    def close(self) -> Sidecar:
-        """Move the shard and its sidecar into place."""
+    def close(self) -> dict[str, Stamp]:
+        """Move the shard and its sidecar into place. Return their stamps by name, of the content that was written."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        path, sha256 = self.path.with_suffix(".json"), self._digest.hexdigest()
         sidecar = replace(
             self._like,
             num_tokens=self._num_tokens,
             num_documents=self._num_documents,
             num_text_bytes=self._num_text_bytes,
-            sha256=self._digest.hexdigest(),
+            sha256=sha256,
         )
-        write_json(self.path.with_suffix(".json"), asdict(sidecar))
+        write_json(path, asdict(sidecar))
         self._written.replace(self.path)
-        return sidecar
-
-    def stamps(self) -> dict[str, Stamp]:
-        """Return the stamps of the shard and its sidecar as written, by name; after `close`."""
-        sidecar = self.path.with_suffix(".json")
-        return {
-            self.path.name: stamp(self.path, self._digest.hexdigest()),
-            sidecar.name: stamp(sidecar, file_hash(sidecar)),
-        }
+        return {self.path.name: stamp(self.path, sha256), path.name: stamp(path, file_hash(path))}
 
     def abandon(self) -> None:
         """Remove all files."""

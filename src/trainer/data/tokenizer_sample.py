@@ -23,14 +23,14 @@ def silent(what: str, done: int, total: int) -> None:
     """Progress that shows nothing."""
 
 
-def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
+def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress = silent) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` entries on a sample of the training text of `data`."""
     check_data(data, vocab_size)
     for part in source_configs(data):
         if part.source is Source.bins:
             raise UserError(f"{part.key}.source=bins: has no text to train on: name the text it was prepared from")
     readers = [open_source(part) for part in source_configs(data)]
-    return train_on_sample(readers, data, vocab_size, progress or silent)
+    return train_on_sample(readers, data, vocab_size, progress)
 
 
 def train_on_sample(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress) -> Tokenizer:

@@ -23,7 +23,7 @@ def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) 
         for piece in document:
             writer.add(np.array(piece), piece is document[-1], 1)
     writer.close()
-    return Bins.open(path, "t")
+    return Bins.open([path], "t")
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
@@ -80,15 +80,15 @@ def change(**values: object) -> Callable[[Path], None]:
 )
 def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     folder = shutil.copytree(prepared.folder, tmp_path / "damaged")
-    check_whole(Bins.open(folder / "train.bin", prepared.tokenizer_hash).shards, False, ALONE)
+    check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False, ALONE)
     damage(folder)
     with pytest.raises(ValueError, match=message + r"[^\n]*: delete [^\n]*damaged and prepare the data again$"):
-        check_whole(Bins.open(folder / "train.bin", prepared.tokenizer_hash).shards, False, ALONE)
+        check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False, ALONE)
 
 
 def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match=r"packed with tokenizer [0-9a-f]{12}, not with ffffffffffff"):
-        Bins.open(prepared.train.path, "f" * 64)
+        Bins.open([prepared.train.path], "f" * 64)
 
 
 def test_a_file_cut_off_under_a_run_is_named_and_one_deleted_stays_readable(tmp_path: Path) -> None:
