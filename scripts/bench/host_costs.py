@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from trainer.checkpoint import ShardView
 from trainer.checkpoint.storage import SavedTensors
+from trainer.config.timeline import Segment
 from trainer.data import Bins, Loader, check_whole
 from trainer.data.bins import FORMAT, Sidecar
 from trainer.data.verified import ALONE, add_verified, stamp
@@ -93,7 +94,7 @@ def run() -> None:
             f"data.verify: SHA-256 of one thread: {len(block) / seconds(lambda: hashlib.sha256(block)) / 1e9:.2f} GB/s"
         )
         batch = 15 * ranks * 2
-        loader = Loader(bins, 4096, batch, seed=1)
+        loader = Loader(bins, [Segment(1, 0, batch, batch, 4096, 0)], seed=1)
         numbers = np.arange(batch)
         whole = seconds(lambda: loader.windows_at(numbers))
         print(

@@ -281,13 +281,13 @@ def status_bytes(key: str) -> int:
 
 def loading_seconds(config) -> float:
     """Return the median time of one batch from the loader."""
+    from trainer.config.timeline import Timeline
     from trainer.data import Loader, prepare
     from trainer.data.progress_bars import bars
 
     with bars() as show:
         data = prepare(config.data, config.model.vocab_size, show)
-    t = config.trainer
-    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    loader = Loader(data.train, Timeline(config.trainer).segments[:1], config.trainer.seed)
     return statistics.median(measure.clock(loader.next)[0] for _ in range(50))
 
 

@@ -292,15 +292,12 @@ def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.Wa
 
 def _loader(config: Config, data: Prepared, world: World) -> Loader:
     """Return the loader of the training data. Raises UserError if a phase of the run needs more text than there is."""
-    t, timeline = config.trainer, Timeline(config.trainer)
-    for each in timeline.segments:
+    segments = Timeline(config.trainer).segments
+    for each in segments:
         with in_phase(config, each):
             data.train.check_length(each.length, each.batch)
             data.validation.check_length(each.length)  # else this would fail only at the end of training
-    batch = max(each.batch for each in timeline.segments)
-    return Loader(
-        data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
-    )
+    return Loader(data.train, segments, config.trainer.seed, device=world.device, ahead=READ_AHEAD)
 
 
 def _other_tokenizer(origin: Path, data: Prepared) -> list[Note]:

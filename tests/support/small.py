@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from trainer.config.timeline import Segment
+
 SMALL_MODEL = [
     *("model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"),
     *("model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"),
@@ -14,6 +16,11 @@ SMALL = [
     *("logging.every=1", "logging.console.enabled=false", "checkpoint.every=0", "health.dashboard=false"),
     *("data=text", "data.validation_fraction=0.05"),
 ]
+
+
+def steady(length: int, batch: int) -> list[Segment]:
+    """The segments of a run with one sequence length and one batch."""
+    return [Segment(1, 0, batch, batch, length, 0)]
 
 
 def write_corpus(folder: Path, lines: int = 60, factor: int = 1, names: int = 17) -> Path:

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from precision.errors import UserError
-from trainer.config.timeline import Segment, Timeline
+from trainer.config.timeline import Segment
 from trainer.data.bins import Bins
 from trainer.data.order import permute
 from trainer.data.prefetch import DeviceCopy, Reader
@@ -48,17 +47,19 @@ def window_name(first: int, last: int) -> str:
     return f"{text} of section {section}" if section else text
 
 
-@dataclass
-class _Reading:
-    """A batch that is being read: the cursor before and after it, its number (from 1), the rows to read (rank, world
-    size), the numbers of all rows in the run's stream, and the future tokens."""
+class _Reading(NamedTuple):
+    """A batch that is being read: cursor and step before it, the rows to read (rank, world size), the numbers of all
+    rows in the run's stream, and the future tokens."""
 
-    before: int
-    after: int
-    step: int
+    begin: tuple[int, int]
     share: tuple[int, int]
     numbers: np.ndarray
     tokens: Future[Callable[[], torch.Tensor]]
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Cursor and step after it."""
+        return int(self.numbers[-1]) + 1, self.begin[1] + 1
 
 
 class Loader:
@@ -67,27 +68,23 @@ class Loader:
     def __init__(
         self,
         bins: Bins,
-        sequence_length: int,
-        batch_size: int,
+        segments: Sequence[Segment],
         seed: int,
         *,
         device: torch.device = CPU,
         ahead: int = 0,
-        timeline: Timeline | None = None,
     ) -> None:
-        """`batch_size` is the run's global one, in sequences. device: of the returned batches. ahead: number of batches
-        read in advance; `close` ends that. timeline: of a run whose batch or sequence length changes. Raises UserError
-        if the bins do not hold one batch."""
-        self._segments = [Segment(1, 0, batch_size, batch_size, sequence_length, 0)]
-        if timeline is not None:
-            self._segments = timeline.segments
-        for each in self._segments:
+        """segments: of the run's timeline: batch and sequence length of each step. device: of the returned batches.
+        ahead: number of batches read in advance; `close` ends that. Raises UserError if the bins do not hold one
+        batch."""
+        self._segments = segments
+        for each in segments:
             bins.check_length(each.length, each.batch)
         if not 0 <= seed < 1 << 63:
             raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
         self.seed = seed
-        self._lengths = {each.section: each.length for each in self._segments}
+        self._lengths = {each.section: each.length for each in segments}
         self.cursor = 0
         self.step = 0
         """Batches returned since the start of the run."""
@@ -121,8 +118,7 @@ class Loader:
             )
         reading = self._reading((rank, world_size))
         tokens = reading.tokens.result()()
-        self.cursor, self.served = reading.after, reading.numbers
-        self.step += 1
+        (self.cursor, self.step), self.served = reading.end, reading.numbers
         return tokens
 
     def _at(self, step: int) -> Segment:
@@ -130,18 +126,16 @@ class Loader:
 
     def _reading(self, share: tuple[int, int]) -> _Reading:
         """Return the next batch, and start reading those after it."""
-        first = (self.cursor, share, self.step + 1)
-        if self._readings and (self._readings[0].before, self._readings[0].share, self._readings[0].step) != first:
+        now = self.cursor, self.step
+        if self._readings and self._readings[0][:2] != (now, share):
             self._forget()
         while len(self._readings) <= self._ahead:
-            last = self._readings[-1] if self._readings else None
-            cursor, step = (self.cursor, self.step) if last is None else (last.after, last.step)
-            self._readings.append(self._begin(cursor, share, step + 1))
+            self._readings.append(self._begin(self._readings[-1].end if self._readings else now, share))
         return self._readings.popleft()
 
-    def _begin(self, cursor: int, share: tuple[int, int], step: int) -> _Reading:
-        now = self._at(step)
-        numbers = self._following(max(cursor, now.section * SECTION), now.batch)
+    def _begin(self, begin: tuple[int, int], share: tuple[int, int]) -> _Reading:
+        now = self._at(begin[1] + 1)
+        numbers = self._following(max(begin[0], now.section * SECTION), now.batch)
         rank, rows = share[0], now.batch // share[1]
         own = numbers[rank * rows : (rank + 1) * rows]
         read = partial(self._read, own)
@@ -150,7 +144,7 @@ class Loader:
         else:
             tokens = Future()
             tokens.set_result(read())
-        return _Reading(cursor, int(numbers[-1]) + 1, step, share, numbers, tokens)
+        return _Reading(begin, share, numbers, tokens)
 
     def _read(self, numbers: np.ndarray) -> Callable[[], torch.Tensor]:
         return self._delivery.send(self.gather(numbers))

@@ -179,7 +179,7 @@ def replay(target: ReplayTarget, tree: dict[str, Any], precision: Path, microbat
     if microbatch is not None and not 0 <= microbatch < count:
         raise UserError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
     data = prepare(config.data, config.model.vocab_size)
-    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
+    loader = Loader(data.train, timeline.segments, t.seed)
     engine = build_engine(config, device, saved_backends(target.run, target.step))
     set_document_masking(engine.model, t, data)
     _reach(target, config, engine, loader)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small import steady
 from torch import Tensor
 
 from trainer.config import Config
@@ -75,8 +76,8 @@ def test_a_run_with_evaluation_sampled_steps_and_a_shadow(config: Callable[..., 
 
 def test_batches_are_on_the_gpu_before_they_are_asked_for(config: Callable[..., Config], tmp_path: Path) -> None:
     data = prepare(replace(config().data, cache_dir=str(tmp_path)), 4096)
-    plain = Loader(data.train, 128, 16, seed=1)
-    loader = Loader(data.train, 128, 16, seed=1, device=torch.device("cuda", 0), ahead=2)
+    plain = Loader(data.train, steady(128, 16), seed=1)
+    loader = Loader(data.train, steady(128, 16), seed=1, device=torch.device("cuda", 0), ahead=2)
     for step in range(20):
         if step == 12:  # a rewind: what was read ahead is dropped
             for each in (plain, loader):

@@ -22,7 +22,7 @@ import pytest
 import torch
 from composed import config_of
 from ports import free_port
-from small import SMALL
+from small import SMALL, steady
 from torch import Tensor
 
 from trainer.data import Bins, Loader
@@ -41,12 +41,12 @@ KILLED = -signal.SIGKILL
 def test_loaders_that_are_killed_and_resumed_on_other_world_sizes(bins: Bins, seed: int) -> None:
     """Four epochs. A run is a state that is saved; what was read since then dies with the processes."""
     chance = random.Random(seed)
-    loader = Loader(bins, 16, 12, seed)
+    loader = Loader(bins, steady(16, 12), seed)
     saved, seen, total = loader.state_dict(), list[Tensor](), 4 * loader.num_windows // 12
     kept = deaths = 0  # steps whose reading counts
     while kept < total:
         world = chance.choice([1, 2, 3, 4, 6])
-        ranks = [Loader(bins, 16, 12, seed, ahead=chance.choice([0, 2])) for _ in range(world)]
+        ranks = [Loader(bins, steady(16, 12), seed, ahead=chance.choice([0, 2])) for _ in range(world)]
         for each in ranks:
             each.load_state_dict(saved)
         del seen[kept:]

@@ -1,6 +1,7 @@
 """Windows that are left out are never read, and nothing else changes."""
 
 import pytest
+from small import steady
 
 from trainer.data import Bins, Loader
 from trainer.data.loader import merge_ranges
@@ -10,7 +11,7 @@ RANGES = [[9, 14], [2, 3], [14, 15], [40, 90], [330, 360]]  # one batch, less, m
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_left_out_windows_are_never_read(bins: Bins, world_size: int) -> None:
-    plain, loader = Loader(bins, 9, 1, seed=3), Loader(bins, 9, 4, seed=3)
+    plain, loader = Loader(bins, steady(9, 1), seed=3), Loader(bins, steady(9, 4), seed=3)
     assert loader.num_windows < 340
     loader.leave_out(RANGES[:2])
     loader.leave_out(RANGES[2:])
@@ -29,7 +30,7 @@ def test_left_out_windows_are_never_read(bins: Bins, world_size: int) -> None:
 
 
 def test_left_out_windows_survive_a_resume(bins: Bins) -> None:
-    loader, other = Loader(bins, 9, 4, seed=3), Loader(bins, 9, 4, seed=3)
+    loader, other = Loader(bins, steady(9, 4), seed=3), Loader(bins, steady(9, 4), seed=3)
     loader.leave_out(RANGES)
     for _ in range(3):
         loader.next()
@@ -40,7 +41,7 @@ def test_left_out_windows_survive_a_resume(bins: Bins) -> None:
 
 
 def test_a_state_from_before_there_was_such_a_thing(bins: Bins) -> None:
-    loader = Loader(bins, 9, 4, seed=3)
+    loader = Loader(bins, steady(9, 4), seed=3)
     state = loader.state_dict()
     del state["left_out"]
     loader.load_state_dict(state)

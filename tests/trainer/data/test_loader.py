@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import steady
 
 from trainer.data import Bins, Loader, validation_batches
 from trainer.data.bins import Shard
@@ -40,7 +41,7 @@ def test_order_stays_what_it_was() -> None:
 def test_each_token_is_a_target_exactly_once_an_epoch(bins: Bins, sequence_length: int) -> None:
     num_windows = bins.num_windows(sequence_length)
     divisors = [size for size in range(1, 20) if num_windows % size == 0]
-    loader = Loader(bins, sequence_length, max(divisors), seed=3)
+    loader = Loader(bins, steady(sequence_length, max(divisors)), seed=3)
     for _epoch in (1, 2):
         targets: Counter[int] = Counter()
         for _ in range(num_windows // max(divisors)):
@@ -54,7 +55,7 @@ def test_each_token_is_a_target_exactly_once_an_epoch(bins: Bins, sequence_lengt
 
 
 def test_a_batch_over_the_end_of_an_epoch_continues_with_the_next(bins: Bins) -> None:
-    whole, parts = Loader(bins, 16, 187, seed=0), Loader(bins, 16, 100, seed=0)
+    whole, parts = Loader(bins, steady(16, 187), seed=0), Loader(bins, steady(16, 100), seed=0)
     assert bins.num_windows(16) == 187
     first, second = whole.next(), whole.next()
     stream = torch.cat([parts.next() for _ in range(3)])
@@ -65,10 +66,10 @@ def test_a_batch_over_the_end_of_an_epoch_continues_with_the_next(bins: Bins) ->
 @settings(max_examples=20)
 @given(st.integers(0, 100), st.integers(1, 5))
 def test_resume_at_any_cursor_equals_the_uninterrupted_run(bins: Bins, steps: int, more: int) -> None:
-    loader = Loader(bins, 16, 12, seed=5)
+    loader = Loader(bins, steady(16, 12), seed=5)
     for _ in range(steps):
         loader.next()
-    resumed = Loader(bins, 16, 12, seed=5)
+    resumed = Loader(bins, steady(16, 12), seed=5)
     resumed.load_state_dict(loader.state_dict())
     assert loader.state_dict()["cursor"] == 12 * steps
     for _ in range(more):
@@ -80,8 +81,8 @@ def test_resume_at_any_cursor_equals_the_uninterrupted_run(bins: Bins, steps: in
 def test_ranks_together_read_the_batch_of_one_process(
     bins: Bins, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Loader(bins, 16, 12, seed=0)
-    ranks = [Loader(bins, 16, 12, seed=0) for _ in range(world_size)]
+    alone = Loader(bins, steady(16, 12), seed=0)
+    ranks = [Loader(bins, steady(16, 12), seed=0) for _ in range(world_size)]
     read, plain = list[int](), Bins.read
     monkeypatch.setattr(Bins, "read", lambda self, *of: (read.append(1), plain(self, *of))[1])
     for _ in range(20):
@@ -93,21 +94,21 @@ def test_ranks_together_read_the_batch_of_one_process(
 
 
 def test_another_batch_size_continues_the_same_stream(bins: Bins) -> None:
-    reference = Loader(bins, 16, 24, seed=0)
+    reference = Loader(bins, steady(16, 24), seed=0)
     stream = torch.cat([reference.next() for _ in range(2)])
-    first, second = Loader(bins, 16, 12, seed=0), Loader(bins, 16, 36, seed=0)
+    first, second = Loader(bins, steady(16, 12), seed=0), Loader(bins, steady(16, 36), seed=0)
     head = first.next()
     second.load_state_dict(first.state_dict())
     assert torch.equal(torch.cat([head, second.next()]), stream)
 
 
 def test_a_cursor_of_other_data_is_refused(bins: Bins) -> None:
-    state = Loader(bins, 16, 12, seed=0).state_dict()
+    state = Loader(bins, steady(16, 12), seed=0).state_dict()
     other = Bins([Shard(bins.path, replace(bins.sidecar, sha256="0" * 64))])
     for loader, name in [
-        (Loader(bins, 17, 12, seed=0), r"trainer\.sequence_length=17: the run to resume has 16"),
-        (Loader(bins, 16, 12, seed=1), r"trainer\.seed=1: the run to resume has 0"),
-        (Loader(other, 16, 12, seed=0), r"data: .*train\.bin is not the text of the run to resume"),
+        (Loader(bins, steady(17, 12), seed=0), r"trainer\.sequence_length=17: the run to resume has 16"),
+        (Loader(bins, steady(16, 12), seed=1), r"trainer\.seed=1: the run to resume has 0"),
+        (Loader(other, steady(16, 12), seed=0), r"data: .*train\.bin is not the text of the run to resume"),
     ]:
         with pytest.raises(ValueError, match=name):
             loader.load_state_dict(state)
@@ -118,15 +119,15 @@ def test_too_little_text_and_uneven_ranks_are_named(bins: Bins) -> None:
     with pytest.raises(
         ValueError, match=r"trainer\.sequence_length=3000: .* has only 3000 tokens, a sequence takes 3001"
     ):
-        Loader(bins, 3000, 1, seed=0)
+        Loader(bins, steady(3000, 1), seed=0)
     with pytest.raises(ValueError, match=r"trainer\.sequence_length=3000"):
         next(validation_batches(bins, 3000, 1))
     with pytest.raises(ValueError, match=r"trainer\.global_batch_size=188: .* has only 187 sequences of 16 tokens"):
-        Loader(bins, 16, 188, seed=0)
+        Loader(bins, steady(16, 188), seed=0)
     with pytest.raises(ValueError, match=r"trainer\.global_batch_size=12: does not divide among 5 processes"):
-        Loader(bins, 16, 12, seed=0).next(0, 5)
+        Loader(bins, steady(16, 12), seed=0).next(0, 5)
     with pytest.raises(ValueError, match=r"trainer\.seed=-1"):
-        Loader(bins, 16, 12, seed=-1)
+        Loader(bins, steady(16, 12), seed=-1)
 
 
 def test_validation_covers_every_window_once(bins: Bins) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from run_folders import snapshot
+from small import steady
 
 from precision.errors import RunError, UserError
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
@@ -156,7 +157,7 @@ def test_each_token_of_all_shards_is_a_target_once_an_epoch(make_data: MakeData)
     assert len(bins.shards) == 12 and bins.num_tokens == len(stream) and (bins.tokens == stream).all()
     ends = np.flatnonzero(stream == bins.sidecar.end_of_text)
     assert len(ends) == bins.sidecar.num_documents + 1 and (np.diff(ends) > 1).all()  # no end of text twice in a row
-    loader = Loader(bins, 37, 4, seed=3)
+    loader = Loader(bins, steady(37, 4), seed=3)
     seen = np.zeros(len(stream), int)
     for _ in range(loader.num_windows // 4):
         batch = loader.next().numpy()

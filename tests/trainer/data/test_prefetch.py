@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import steady
 
 from trainer.data import Bins, DamagedShard, Loader
 from trainer.data.prefetch import Reader
@@ -21,7 +22,7 @@ def bins(make_bins: Callable[[Path], Bins], tmp_path: Path) -> Bins:
 
 
 def ahead(bins: Bins, count: int = 2) -> Loader:
-    return Loader(bins, 16, 12, seed=5, ahead=count)
+    return Loader(bins, steady(16, 12), seed=5, ahead=count)
 
 
 def readers() -> list[threading.Thread]:
@@ -30,7 +31,7 @@ def readers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_and_states_are_those_without(bins: Bins, count: int) -> None:
-    plain, loader = Loader(bins, 16, 12, seed=5), ahead(bins, count)
+    plain, loader = Loader(bins, steady(16, 12), seed=5), ahead(bins, count)
     early = loader.state_dict()
     for step in range(40):
         if step == 9:
@@ -65,7 +66,7 @@ def test_a_batch_is_there_before_it_is_asked_for(bins: Bins) -> None:
 
 
 def test_a_file_that_is_cut_off_is_named_when_its_batch_is_wanted(bins: Bins) -> None:
-    loader, plain = ahead(bins), Loader(bins, 16, 12, seed=5)
+    loader, plain = ahead(bins), Loader(bins, steady(16, 12), seed=5)
     expected = [plain.next() for _ in range(3)]
     assert torch.equal(loader.next(), expected[0])
     loader._readings[-1].tokens.result()

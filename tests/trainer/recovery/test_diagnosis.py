@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config import Config
+from trainer.config.timeline import Timeline
 from trainer.data import Loader, load_tokenizer, prepare
 from trainer.launch.world import World
 from trainer.parallel.mesh import Degrees
@@ -227,7 +228,7 @@ class Run:
     def __init__(self, config: Config, world: World | None = None):
         self.config, t = config, config.trainer
         data = prepare(config.data, config.model.vocab_size)
-        self.loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+        self.loader = Loader(data.train, Timeline(t).segments, t.seed)
         self.engine = build_engine(config, torch.device("cpu"), world=world)
         self.diagnosis = Diagnosis(self.engine, self.loader, data.tokenizer_path, t.microbatch_size, Path("runs/run"))
         self.verdicts: Dropped = []
