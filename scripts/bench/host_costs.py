@@ -25,7 +25,7 @@ from trainer.checkpoint.storage import SavedTensors
 from trainer.config.timeline import Segment
 from trainer.data import Bins, Loader, check_whole
 from trainer.data.bins import FORMAT, Sidecar
-from trainer.data.verified import ALONE, add_verified, stamp
+from trainer.data.verified import add_verified, stamp
 from trainer.launch.command_line import Parser, guarded
 
 SHARD_TOKENS = 30_000_000
@@ -86,7 +86,7 @@ def run() -> None:
         paths = sparse_shards(folder, shards)
         bins = Bins.open(paths, "t")
         opening = seconds(lambda: Bins.open(paths, "t"))
-        known = seconds(lambda: check_whole(bins.shards, False, ALONE))
+        known = seconds(lambda: check_whole(bins.shards, False))
         print(f"start: open a shard and read its sidecar: {opening / shards * 1e6:.0f} us")
         print(f"start: compare a shard with verified.json: {known / shards * 1e6:.0f} us")
         block = bytes(1 << 26)

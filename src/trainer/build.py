@@ -202,7 +202,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         data, about_data = _find_data(config, world)
     if origin is not None:
         notes.extend(_other_tokenizer(origin, data))
-    check_whole(data.shards, config.data.verify, world)
+    check_whole(data.shards, config.data.verify, world.rank, world.gather)
     set_document_masking(engine.model, config.trainer, data)
     loader = _loader(config, data, world)
 

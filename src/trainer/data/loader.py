@@ -33,7 +33,7 @@ from precision.errors import UserError
 from trainer.config.timeline import Segment
 from trainer.data.bins import Bins
 from trainer.data.order import permute
-from trainer.data.prefetch import DeviceCopy, Reader
+from trainer.data.prefetch import DeviceCopy, ReadThread
 
 CPU = torch.device("cpu")
 SECTION = 1 << 48
@@ -92,7 +92,7 @@ class Loader:
         self.served = np.arange(0)
         """Numbers, in the run's stream, of the windows that `next` returned last."""
         self._delivery = DeviceCopy(device)
-        self._ahead, self._reader = ahead, Reader()
+        self._ahead, self._thread = ahead, ReadThread()
         self._readings: deque[_Reading] = deque()
 
     @property
@@ -140,7 +140,7 @@ class Loader:
         own = numbers[rank * rows : (rank + 1) * rows]
         read = partial(self._read, own)
         if self._ahead:
-            tokens = self._reader.submit(read)
+            tokens = self._thread.submit(read)
         else:
             tokens = Future()
             tokens.set_result(read())
@@ -162,7 +162,7 @@ class Loader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._forget()
-        self._reader.close()
+        self._thread.close()
 
     def _following(self, cursor: int, count: int) -> np.ndarray:
         """Return the numbers, in the run's stream, of the `count` windows from a cursor on [B]."""

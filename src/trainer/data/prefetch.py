@@ -28,7 +28,7 @@ READ_AHEAD = 2  # batches: one in transit while the other waits, so that one slo
 PATIENCE = 5.0  # seconds that the end of a run waits for a read in progress
 
 
-class Reader:
+class ReadThread:
     """Runs functions one after the other in a thread, which starts with the first one."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from trainer.data.records import EMPTY
 from trainer.data.sources import Reader, open_source
 from trainer.data.tokenizer import check_entries, file_hash, load_tokenizer, tokenizer_file
 from trainer.data.tokenizer_sample import Progress, silent
-from trainer.data.verified import ALONE, check_whole
+from trainer.data.verified import check_whole
 
 WEIGHED = "by training text"  # what weights count: part of the key of a mix
 
@@ -39,7 +39,7 @@ WEIGHED = "by training text"  # what weights count: part of the key of a mix
 def prepare(data: DataConfig, vocab_size: int, progress: Progress = silent, folder: Path | None = None) -> Prepared:
     """Run `find_or_build` and check all files, for a single process."""
     prepared = find_or_build(data, vocab_size, progress, folder)
-    check_whole(prepared.shards, data.verify, ALONE)
+    check_whole(prepared.shards, data.verify)
     return prepared
 
 

@@ -16,10 +16,10 @@ import os
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from precision.errors import UserError
 from trainer.data.bins import Shard
@@ -29,26 +29,11 @@ VERIFIED = "verified.json"
 Stamp = tuple[int, int, str]
 """Size in bytes, modification time in ns, SHA-256 (hexadecimal)."""
 _THREADS = 8
-T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The processes that open the same data; `World` is one."""
-
-    @property
-    def rank(self) -> int: ...
-    def gather(self, value: T, named: str = "") -> list[T]: ...
-
-
-class _Alone:
-    rank = 0
-
-    def gather(self, value: T, named: str = "") -> list[T]:
-        return [value]
-
-
-ALONE: Ranks = _Alone()
-"""A single process."""
+def alone(value: Any, named: str = "") -> list[Any]:
+    """`World.gather` of a single process."""
+    return [value]
 
 
 def stamp(path: Path | int, sha256: str) -> Stamp:
@@ -62,31 +47,32 @@ def add_verified(folder: Path, stamps: dict[str, Stamp]) -> None:
     write_signed(folder / VERIFIED, {"files": {**_known(folder), **stamps}})
 
 
-def check_whole(shards: Iterable[Shard], everything: bool, ranks: Ranks) -> None:
+def check_whole(
+    shards: Sequence[Shard], everything: bool, rank: int = 0, gather: Callable[..., list[Any]] = alone
+) -> None:
     """Check that all `shards` match their sidecars, and are the same on all ranks, whose nodes may have copies.
-    everything: read all of them, even known ones. A collective of `ranks`. Raises UserError, on all of them, naming the
+    everything: read all of them, even known ones. A collective, by `gather`. Raises UserError, on all ranks, naming the
     first damaged file or the rank that differs."""
-    shards = list(shards)
     by_path = {shard.path.absolute(): shard for shard in shards}
     opened = [by_path[path] for path in sorted(by_path)]
     known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
     unread = [shard for shard in opened if everything or known[shard.path.parent].get(shard.path.name) != _stamp(shard)]
     contents = _contents(shards), f"{platform.node()}, {shards[0].path.parent}"
-    everyone = ranks.gather((_identity(opened), _identity(unread) if unread else "", contents))
+    everyone = gather((_identity(opened), _identity(unread) if unread else "", contents))
     _check_same([theirs for _, _, theirs in everyone])
     if not any(to_read for _, to_read, _ in everyone):
         return
-    same = [rank for rank, (files, _, _) in enumerate(everyone) if files == everyone[ranks.rank][0]]
-    if len({everyone[rank][1] for rank in same}) > 1:  # another run has just written a list
+    same = [other for other, (files, _, _) in enumerate(everyone) if files == everyone[rank][0]]
+    if len({everyone[other][1] for other in same}) > 1:  # another run has just written a list
         unread = opened
-    part = _share(unread, same.index(ranks.rank), len(same))
+    largest_first = sorted(unread, key=lambda shard: -shard.sidecar.num_tokens)
+    part = largest_first[same.index(rank) :: len(same)]  # of about equal size
     with ThreadPoolExecutor(_THREADS) as pool:
         damage = next((each for each in pool.map(_damage, part) if each is not None), None)
-    found = [(rank, each) for rank, each in enumerate(ranks.gather(damage, "verify")) if each is not None]
-    if found:
-        rank, message = found[0]
-        raise UserError(message if len(same) == len(everyone) else f"rank {rank}: {message}")
-    if ranks.rank == same[0]:
+    for other, message in enumerate(gather(damage, "verify")):
+        if message is not None:
+            raise UserError(message if len(same) == len(everyone) else f"rank {other}: {message}")
+    if rank == same[0]:
         _remember(unread)
 
 
@@ -118,11 +104,6 @@ def _check_same(everyone: Sequence[tuple[str, str]]) -> None:
             f"data: rank {rank} ({place}){more} would train on another text than the others: give its node the same "
             "text, or prepare it once, in a data.cache_dir that all nodes share"
         )
-
-
-def _share(shards: Sequence[Shard], number: int, count: int) -> list[Shard]:
-    """Return part `number` of `count` of about equal size: the largest first, dealt out in turns."""
-    return sorted(shards, key=lambda shard: -shard.sidecar.num_tokens)[number::count]
 
 
 def _damage(shard: Shard) -> str | None:

@@ -14,7 +14,6 @@ from precision.errors import UserError
 from trainer.data import Bins, DamagedShard, Prepared, check_whole
 from trainer.data.bins import FORMAT, Sidecar, dtype_for
 from trainer.data.shard_writer import ShardWriter
-from trainer.data.verified import ALONE
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
@@ -80,10 +79,10 @@ def change(**values: object) -> Callable[[Path], None]:
 )
 def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     folder = shutil.copytree(prepared.folder, tmp_path / "damaged")
-    check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False, ALONE)
+    check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False)
     damage(folder)
     with pytest.raises(ValueError, match=message + r"[^\n]*: delete [^\n]*damaged and prepare the data again$"):
-        check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False, ALONE)
+        check_whole(Bins.open([folder / "train.bin"], prepared.tokenizer_hash).shards, False)
 
 
 def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:

@@ -12,7 +12,7 @@ import torch
 from small import steady
 
 from trainer.data import Bins, DamagedShard, Loader
-from trainer.data.prefetch import Reader
+from trainer.data.prefetch import ReadThread
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_thread_ends_with_the_loader(bins: Bins) -> None:
     idle.close()
     assert len(readers()) == before + 1
     loader = idle
-    thread = dropped._reader._thread
+    thread = dropped._thread._thread
     assert thread is not None
     del dropped
     gc.collect()
@@ -101,7 +101,7 @@ def test_the_thread_ends_with_the_loader(bins: Bins) -> None:
 
 def test_an_end_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.prefetch.PATIENCE", 0.01)
-    reader, answer = Reader(), threading.Event()
+    reader, answer = ReadThread(), threading.Event()
     future = reader.submit(answer.wait)
     reader.close()
     assert not future.done()

@@ -16,32 +16,24 @@ from run_folders import snapshot
 from trainer.data import DataConfig, check_whole, find_or_build, prepare
 from trainer.data.bins import Shard
 from trainer.data.prepared import open_prepared
-from trainer.data.verified import ALONE
 
 MakeConfig = Callable[..., DataConfig]
 
 
-class Rank:
-    """A rank in a thread."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, box: list[Any]) -> None:
-        self.rank, self._meeting, self._box = rank, meeting, box
-
-    def gather(self, value: Any, named: str = "") -> list[Any]:
-        self._box[self.rank] = value
-        self._meeting.wait()
-        found = list(self._box)
-        self._meeting.wait()
-        return found
-
-
 def on_ranks(folders: list[Path], everything: bool = False) -> list[str | None]:
     """`check_whole` on as many ranks as folders, each of which opens its own; what they raise."""
-    meeting, box = threading.Barrier(len(folders)), [None] * len(folders)
+    meeting, box = threading.Barrier(len(folders)), list[Any](folders)
 
     def one(rank: int) -> str | None:
+        def gather(value: Any, named: str = "") -> list[Any]:
+            box[rank] = value
+            meeting.wait()
+            found = list(box)
+            meeting.wait()
+            return found
+
         try:
-            check_whole(open_prepared(folders[rank]).shards, everything, Rank(rank, meeting, box))
+            check_whole(open_prepared(folders[rank]).shards, everything, rank, gather)
         except ValueError as error:
             return str(error)
         return None
@@ -81,13 +73,13 @@ def test_a_start_reads_nothing_that_was_read_before(data: DataConfig, hashed: li
     copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     shards = open_prepared(copy).shards
     assert len(shards) > 3
-    check_whole(shards, False, ALONE)
+    check_whole(shards, False)
     assert sorted(hashed) == sorted(shard.path.name for shard in shards)
     hashed.clear()
-    check_whole(open_prepared(copy).shards, False, ALONE)
+    check_whole(open_prepared(copy).shards, False)
     assert hashed == []
     os.utime(shards[1].path)
-    check_whole(open_prepared(copy).shards, False, ALONE)
+    check_whole(open_prepared(copy).shards, False)
     assert hashed == [shards[1].path.name]
 
 
@@ -172,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_reported(
 
     monkeypatch.setattr("trainer.data.verified.write_signed", refuse)
     with pytest.warns(UserWarning, match=r"verified\.json: cannot be written \(Permission denied\), .* at each start"):
-        check_whole(open_prepared(copy).shards, False, ALONE)
+        check_whole(open_prepared(copy).shards, False)
 
 
 def test_a_shard_that_was_damaged_after_its_process_was_killed_is_packed_again(data: DataConfig) -> None:
