@@ -46,22 +46,13 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Damage:
-    """An unusable file or folder of the corpus."""
-
-    path: str
-    """Relative to the corpus folder."""
-    why: str
-
-
-@dataclass(frozen=True)
 class Corpus:
     """The files of a folder that are documents, sorted by path."""
 
     root: Path
     documents: tuple[Document, ...]
-    missing: tuple[Damage, ...] = ()
-    """Missing entries: broken links, folders that cannot be listed."""
+    missing: tuple[tuple[str, str], ...] = ()
+    """Paths of missing entries (broken links, folders that cannot be listed), and why they are missing."""
     empty: tuple[str, ...] = ()
     """Files without a byte."""
 
@@ -76,8 +67,8 @@ class Corpus:
         for document in self.documents:
             line = f"{document.path}\0{document.num_bytes}\0{document.mtime_ns}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
-        for damage in self.missing:
-            digest.update(f"{damage.path}\0missing\n".encode("utf-8", "surrogateescape"))
+        for path, _ in self.missing:
+            digest.update(f"{path}\0missing\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 
@@ -94,7 +85,7 @@ def scan(part: SourceConfig) -> Corpus:
     def unlisted(error: OSError) -> None:
         path = Path(error.filename)
         where = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-        missing.append(Damage(where, f"a folder that cannot be listed: {error.strerror}"))
+        missing.append((where, f"a folder that cannot be listed: {error.strerror}"))
 
     for folder, names in walk(root, part.exclude, part.source is not Source.stdlib, unlisted):
         inside = Path(folder).relative_to(root).parts
@@ -105,24 +96,22 @@ def scan(part: SourceConfig) -> Corpus:
             try:
                 status = os.stat(os.path.join(folder, name))
             except OSError as error:
-                missing.append(Damage(path, f"a dangling link: {error.strerror}"))
+                missing.append((path, f"a dangling link: {error.strerror}"))
                 continue
             if stat.S_ISREG(status.st_mode) and status.st_size:
                 documents.append(Document(path, status.st_size, status.st_mtime_ns))
             elif stat.S_ISREG(status.st_mode):
                 empty.append(path)
     if missing and not documents:
-        why = f"no text can be read; {missing[0].path}: {missing[0].why}: correct that"
+        why = f"no text can be read; {missing[0][0]}: {missing[0][1]}: correct that"
         raise UserError(f"{part.path_key}={part.path}: {why}")
     if not documents:
         fix = f"check {part.key}.glob and data.exclude"
         if part.source is Source.stdlib:
             fix = "train on a folder with data=text data.path=FOLDER"
         raise UserError(f"{part.key}.glob={part.glob}: no file with text matches below {root}: {fix}")
-    by_path = attrgetter("path")
-    return Corpus(
-        root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))
-    )
+    documents.sort(key=attrgetter("path"))
+    return Corpus(root, tuple(documents), tuple(sorted(missing)), tuple(sorted(empty)))
 
 
 def walk(

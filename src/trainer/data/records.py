@@ -157,21 +157,27 @@ def position(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Lines(Block):
-    """JSON objects, one a line: the bytes [begin, end) of a file, unpacked."""
+class Range(Block):
+    """The bytes [begin, end) of a file."""
 
     path: Path
     begin: int
     end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Lines(Range):
+    """JSON objects, one a line: bytes of a file, unpacked."""
+
     part: SourceConfig
     data: bytes | None = None
     """These bytes, if they had to be read already."""
     num_before: int | None = None
     """Number of lines before them, if it is known."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.begin
 
     def pieces(self, log: SkipLog) -> Iterator[Piece]:
         data = self.data
@@ -302,18 +308,11 @@ def as_bytes(column) -> list[bytes | None]:
 
 
 @dataclass(frozen=True)
-class TextFile(Block):
-    """A file that is a document, or the bytes [begin, end) of one."""
+class TextFile(Range):
+    """A file that is a document, or a part of one."""
 
-    path: Path
-    begin: int
-    end: int
     packed: bool = False
     """gz or zst: read as a whole."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.begin
 
     def pieces(self, log: SkipLog) -> Iterator[Piece]:
         if self.packed:

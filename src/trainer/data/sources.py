@@ -188,8 +188,8 @@ class Files:
         """Do nothing: files have no commits, and the fingerprint identifies their state."""
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
-        for damage in self._corpus.missing:
-            log.lost(self._label(damage.path), damage.why)
+        for path, why in self._corpus.missing:
+            log.lost(self._label(path), why)
         for path in self._corpus.empty:
             log.add(self._label(path), EMPTY, "all of it")
         for document in self._corpus.documents:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.config.data import source_configs
 from trainer.data import DataConfig
 from trainer.data import corpus as corpus_module
-from trainer.data.corpus import Corpus, Damage, Document, choose_held_out, read_pieces, scan, unreadable_reason
+from trainer.data.corpus import Corpus, Document, choose_held_out, read_pieces, scan, unreadable_reason
 
 
 def listed(data: DataConfig) -> Corpus:
@@ -153,5 +153,5 @@ def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(
     (tmp_path / "d" / "b.py").symlink_to("nowhere")
     (tmp_path / "d" / "other.txt").symlink_to("nowhere")  # not asked for
     broken = listed(make_config(tmp_path / "d"))
-    assert broken.missing == (Damage("b.py", "a dangling link: No such file or directory"),)
+    assert broken.missing == (("b.py", "a dangling link: No such file or directory"),)
     assert broken.documents == whole.documents and broken.fingerprint != whole.fingerprint
