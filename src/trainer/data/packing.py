@@ -100,25 +100,17 @@ class Packer:
         how, log = self._how, SkipLog(strict=not self._how.data.skip_damaged)
         writers: dict[str, ShardWriter] = {}
         documents = {name: [0, 0] for name in how.names}
-
-        def writer(stem: str, source: str) -> ShardWriter:
-            if stem not in writers:
-                writers[stem] = ShardWriter(how.folder / f"{stem}.bin", replace(self._empty, source=source))
-            return writers[stem]
-
         train, held = f"train-{work.number:05d}", f"held-{work.number:05d}"
-
         try:
-            for ids, (source, piece_bytes, ends_document, held_out) in encode_pieces(
-                self._tokenizer, self._texts(work, log), BATCH_CHARACTERS
-            ):
-                name = how.names[source]
-                if held_out:
-                    writer(f"{held}-{name}", name).add(ids, ends_document, piece_bytes)
-                    continue
-                writer(train, self._empty.source).add(ids, ends_document, piece_bytes)
-                documents[name][0] += ends_document
-                documents[name][1] += piece_bytes
+            texts = self._texts(work, log)
+            for ids, (name, piece, held_out) in encode_pieces(self._tokenizer, texts, BATCH_CHARACTERS):
+                stem, source = (f"{held}-{name}", name) if held_out else (train, self._empty.source)
+                if stem not in writers:
+                    writers[stem] = ShardWriter(how.folder / f"{stem}.bin", replace(self._empty, source=source))
+                writers[stem].add(ids, piece.ends_document, piece.num_bytes)
+                if not held_out:
+                    documents[name][0] += piece.ends_document
+                    documents[name][1] += piece.num_bytes
             stamps = {name: each for writer in writers.values() for name, each in writer.close().items()}
         except BaseException:
             for each in writers.values():
@@ -136,14 +128,13 @@ class Packer:
         write_signed(how.folder / f"done-{work.number:05d}.json", asdict(done))
         return done
 
-    def _texts(self, work: PackJob, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
-        for source, block, again in work.blocks:
-            piece: Piece
+    def _texts(self, work: PackJob, log: SkipLog) -> Iterator[tuple[str, tuple[str, Piece, bool]]]:
+        for name, block, again in work.blocks:
             # what a repetition leaves out is counted already
             for piece in block.pieces(SkipLog(strict=False) if again else log):
                 held_out = block.holds_out(piece, self._how.data.validation_fraction)
                 if not (again and held_out):
-                    yield piece.text, (source, piece.num_bytes, piece.ends_document, held_out)
+                    yield piece.text, (name, piece, held_out)
             self._on_read(block.num_bytes)
 
 

@@ -292,7 +292,8 @@ def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iter
 class MixedBlock(NamedTuple):
     """A block of a mixture."""
 
-    source: int
+    source: str
+    """Name of its source."""
     block: Block
     again: bool
     """Whether the source has already been read to its end once."""
@@ -300,31 +301,29 @@ class MixedBlock(NamedTuple):
 
 def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[MixedBlock]:
     """Yield one order of all sources: one after the other, or by their weights."""
-    weights = [reader.part.weight for reader in readers]
-    streams = [reader.blocks(log) for reader in readers]
-    if weights[0] is None:
-        for source, stream in enumerate(streams):
-            for block in stream:
-                yield MixedBlock(source, block, False)
+    if readers[0].part.weight is None:
+        for reader in readers:
+            for block in reader.blocks(log):
+                yield MixedBlock(reader.part.name, block, False)
         return
+    streams = [reader.blocks(log) for reader in readers]
     taken, shares = [0.0] * len(readers), [0.0] * len(readers)
     ended: set[int] = set()
     while True:
-        source = min(range(len(readers)), key=lambda i: (taken[i] / (weights[i] or 1.0), i))
-        block = next(streams[source], None)
+        source = min(range(len(readers)), key=lambda i: (taken[i] / (readers[i].part.weight or 1.0), i))
+        part, block = readers[source].part, next(streams[source], None)
         if block is None:
             ended.add(source)
             if stop is Stop.first_exhausted or len(ended) == len(readers):
                 return
             if not taken[source]:
-                part = readers[source].part
                 raise UserError(f"{part.key}.path={part.path}: has no text to repeat: leave it out of data.mix")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         if not block.held_out:
             shares[source] = shares[source] or _share_of_text(block)
             taken[source] += block.num_bytes * shares[source]
-        yield MixedBlock(source, block, source in ended)
+        yield MixedBlock(part.name, block, source in ended)
 
 
 def _share_of_text(block: Block) -> float:
