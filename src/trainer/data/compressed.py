@@ -74,9 +74,9 @@ def _opened(path: Path) -> Iterator[Callable[[], bytes]]:
         yield lambda: stream.read(_PIECE_BYTES)
 
 
-def unpack_error(error: Exception) -> str:
+def unpack_error(error: OSError) -> str:
     """Return in words why a file that may be compressed cannot be read."""
-    if isinstance(error, OSError) and error.errno:
+    if error.errno:
         return f"cannot be read: {error.strerror}"
-    text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+    text = str(error.strerror or error)
     return "cut off" if "truncated" in text.lower() or text == "cut off" else f"cannot be unpacked: {text}"

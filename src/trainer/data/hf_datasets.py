@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ class Dataset:
         self.part = part
         self.num_bytes = 0
         self._builder: Any = None
-        self._rows: Any = None
         self._label = str(part.path) if part.key == "data" else part.name
         digest = hashlib.sha256(json.dumps([part.subset, part.split, part.revision]).encode())
         root = self._root
@@ -50,11 +50,11 @@ class Dataset:
         self.fingerprint = digest.hexdigest()
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
-        yield from self._batches(self._open(), log)
+        yield from self._batches(self._rows, log)
 
     def sample(self, num_bytes: int, log: SkipLog) -> Iterator[Block]:
         """Sample rows evenly; of a stream take the beginning."""
-        rows = self._open()
+        rows = self._rows
         if not self.part.streaming and self.num_bytes > num_bytes:
             rows = rows.shard(num_shards=min(self.num_bytes // num_bytes, len(rows)), index=0, contiguous=False)
         taken = 0
@@ -109,10 +109,9 @@ class Dataset:
                 f"revision={part.revision} ({type(error).__name__}: {reason[:300]}): correct that, or repair it"
             ) from error
 
-    def _open(self) -> Any:
-        """Load the rows once. Raises UserError, one line, for any error of the library."""
-        if self._rows is not None:
-            return self._rows
+    @cached_property
+    def _rows(self) -> Any:
+        """The rows of the text column; sets `num_bytes`. Raises UserError, one line, for any error of the library."""
         part = self.part
         with self._as_user_error():
             is_saved = any((self._root / name).is_file() for name in ("dataset_dict.json", "state.json"))
@@ -123,8 +122,7 @@ class Dataset:
         rows = rows.select_columns([part.text_column])
         if not part.streaming:
             self.num_bytes = int(rows.data.nbytes * len(rows) / max(rows.data.num_rows, 1))
-        self._rows = rows.with_format("arrow")
-        return self._rows
+        return rows.with_format("arrow")
 
     def _saved(self) -> Any:
         import datasets

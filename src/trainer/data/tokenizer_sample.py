@@ -34,19 +34,19 @@ def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress = silent
 
 
 def train_on_sample(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress) -> Tokenizer:
-    texts = _sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
-    return train_tokenizer(texts, vocab_size, data.end_of_text)
+    return train_tokenizer(_sample(readers, data, report), vocab_size, data.end_of_text)
 
 
-def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
-    """Yield about `num_bytes` of training text, each source by its weight. Raises UserError if there is none."""
+def _sample(readers: Sequence[Reader], data: DataConfig, report: Progress) -> Iterator[str]:
+    """Yield a sample of training text, each source by its weight. Raises UserError if there is none."""
     what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
+    num_bytes = data.tokenizer_sample_mb * MEGABYTE
     weights = [reader.part.weight or 1.0 for reader in readers]
     for reader, weight in zip(readers, weights, strict=True):
         left = share = max(int(num_bytes * weight / sum(weights)), 1)
         for block in reader.sample(share, log):
             for piece in block.pieces(log):
-                if not block.holds_out(piece, validation_fraction):
+                if not block.holds_out(piece, data.validation_fraction):
                     taken, left = taken + piece.num_bytes, left - piece.num_bytes
                     yield piece.text
                 if left <= 0 and not piece.ends_document:
