@@ -109,7 +109,7 @@ def _check_outside(place: Path, sources: Sequence[SourceConfig], setting: str) -
 def _check_end(prepared: Prepared, end_of_text: str) -> None:
     """Check data.end_of_text: scripts that sample or export the model read it from the config."""
     tokenizer = load_tokenizer(prepared.tokenizer_path)
-    for shard in (*prepared.train.shards, *prepared.validation.shards):
+    for shard in prepared.shards:
         end = shard.sidecar.end_of_text
         if tokenizer.token_to_id(end_of_text) != end:
             theirs = str(tokenizer.id_to_token(end))

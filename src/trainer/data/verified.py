@@ -57,7 +57,8 @@ def check_whole(
     opened = [by_path[path] for path in sorted(by_path)]
     known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
     unread = [shard for shard in opened if everything or known[shard.path.parent].get(shard.path.name) != _stamp(shard)]
-    contents = _contents(shards), f"{platform.node()}, {shards[0].path.parent}"
+    tokens = hashlib.sha256("\n".join(shard.sidecar.sha256 for shard in shards).encode()).hexdigest()
+    contents = tokens, f"{platform.node()}, {shards[0].path.parent}"
     everyone = gather((_identity(opened), _identity(unread) if unread else "", contents))
     _check_same([theirs for _, _, theirs in everyone])
     if not any(to_read for _, to_read, _ in everyone):
@@ -86,11 +87,6 @@ def _identity(shards: Sequence[Shard]) -> str:
     for shard in shards:
         digest.update(f"{os.fstat(shard.descriptor).st_ino} {_stamp(shard)}\n".encode())
     return digest.hexdigest()
-
-
-def _contents(shards: Sequence[Shard]) -> str:
-    """Return a key of all tokens in their order."""
-    return hashlib.sha256("\n".join(shard.sidecar.sha256 for shard in shards).encode()).hexdigest()
 
 
 def _check_same(everyone: Sequence[tuple[str, str]]) -> None:
