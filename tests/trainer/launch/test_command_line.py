@@ -271,12 +271,10 @@ def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, c
     Path("runs/x/config.yaml").write_text(stamped(yaml.safe_dump(kept_tree(recorder.runs.pop()[0]))))
     assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
     assert "run.resume=runs/x: 2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
-    first, second = (Path(f"runs/x/checkpoints/step_0000000{step}") for step in (1, 2))
-    first.mkdir(parents=True)
-    second.mkdir()
-    for places in ("runs/x,./runs/x/", f"{first},{second}"):
-        assert call("-m", f"run.resume={places}") == 2
-        assert "2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
+    saved = Path("runs/x/checkpoints/step_00000001")
+    saved.mkdir(parents=True)
+    assert call("-m", f"run.resume={saved},./runs/x/") == 2
+    assert "2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert recorder.runs == []
 
 
