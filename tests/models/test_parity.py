@@ -9,7 +9,8 @@ import pytest
 import torch
 from hf_tensors import from_hf
 from torch import Tensor
-from transformers import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
 from models import DeepSeek, RouterScoring, YarnConfig
 

@@ -15,8 +15,11 @@ from safetensors import safe_open
 from small import write_corpus
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from models import DeepSeek, ModelConfig
 from models.hf import matrices
