@@ -125,6 +125,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in long)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now lives as long as this process: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What inductor compiles for a CPU takes a C++ compiler."""
     backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")

@@ -126,7 +126,8 @@ def on_text(words: list[str]) -> list[str]:
     if "--device" in words:
         words = [word for word in words if word not in ("--device", "cuda") and not word.startswith("model")]
     given = any(word.startswith(("data=", "model=", "run.resume=")) for word in words)
-    return smaller([*words, *TEXT] if "train.py" in words and not given else words)
+    trains = "train.py" in words or words[0].endswith("bench/step.py")
+    return smaller([*words, *TEXT] if trains and not given else words)
 
 
 def simulated(words: list[str]) -> list[str]:
