@@ -186,7 +186,7 @@ class Checkpointer:
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
-            fix = "free space or move the run's folder, then resume; earlier checkpoints are intact"
+            fix = "free space or move the run's folder, then resume; what was saved before is intact"
             raise CheckpointError(f"checkpoint of {reason}; {fix}") from error
         if files is None:  # of another rank than 0
             return

@@ -18,7 +18,7 @@ or resumes, then a line for each logged step, with lists in the order of those n
     {"step": N, "fp8": {"scale": [...], "amax": [...]}, "blocks": {"max_logit"},
                     "moe": {"load_max_over_mean", "entropy", "bias_max"}}
     sampling adds   "fp8": "saturated", "underflown", "error"; "blocks": "kurtosis_qkv", "kurtosis_ffn",
-                    "kurtosis_block"; "load": [[tokens of each expert], ...]
+                    "kurtosis_block", and the same with "_sequence"; "load": [[tokens of each expert], ...]
     shadows add     "shadow": {"cosine": {parameter: number}, "share": {parameter: number}}
 """
 

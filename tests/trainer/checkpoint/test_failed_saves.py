@@ -27,7 +27,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(failure.value, OSError) and str(failure.value).endswith(
-        "File too large; free space or move the run's folder, then resume; earlier checkpoints are intact"
+        "File too large; free space or move the run's folder, then resume; what was saved before is intact"
     )
     assert events.heard[-1][0] == "alert"
     assert events.heard[-1][3] == {"rule": "checkpoint", "path": str(folder / "step_00000002"), "failed": True}
