@@ -1,24 +1,25 @@
-"""YAML that OmegaConf reads, parsed once for each text: Hydra reads the files of configs/ for each command line, in
-Python, which is a seventh of what a short run takes. Importing this does it."""
+"""YAML that OmegaConf and yaml.safe_load read, parsed once for each text: Hydra reads the files of configs/ for each
+command line, and Octet train.yaml twice, in Python, which is a seventh of what a short run takes. Importing this does
+it."""
 
 import pickle
 from typing import Any
 
 import yaml
 
-_read, _known = yaml.load, dict[str, bytes]()
+_read, _known = yaml.load, dict[tuple[str, str], bytes]()
 
 
 def load(stream: Any, Loader: Any) -> Any:
     """As yaml.load."""
-    if Loader.__name__ != "OmegaConfLoader":
+    if Loader.__name__ not in ("OmegaConfLoader", "SafeLoader"):
         return _read(stream, Loader)
     text = stream.read() if hasattr(stream, "read") else stream
-    if text not in _known:
+    if (key := (Loader.__name__, text)) not in _known:
         if text is not stream:
             stream.seek(0)  # an error names the file
-        _known[text] = pickle.dumps(_read(stream, Loader))
-    return pickle.loads(_known[text])
+        _known[key] = pickle.dumps(_read(stream, Loader))
+    return pickle.loads(_known[key])
 
 
 yaml.load = load
