@@ -252,7 +252,7 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
 
 def test_ranks_train_no_sweep(monkeypatch: pytest.MonkeyPatch):
     """Nor those that srun or mpirun starts, with the variables of torchrun."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "trainer.seed=2,3"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "trainer.seed=2"])
     for under_torchrun, starter in ((True, "torchrun"), (False, "the launcher")):
         launch = Launch(size=2, local_size=2, under_torchrun=under_torchrun)
         with pytest.raises(UserError, match=f"-m: {starter} starts one run; start a sweep without it"):
