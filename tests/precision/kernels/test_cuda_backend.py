@@ -306,7 +306,7 @@ def test_what_swiglu_saves_in_fp8_changes_gradients_by_its_rounding(recipe: Reci
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name != "bf16"])
 def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(recipe: Recipe, name: str) -> None:
     base, overrides = RECIPES[name]
-    results = []
+    results: list[list[Any]] = []
     for keeps in (True, False):
         layers, arena = build(recipe(base, **overrides), "cuda", (144, 128, 2), "alone", "grouped", "ups", "downs")
         linears = [layers.grouped, layers.ups, layers.downs]
@@ -316,6 +316,8 @@ def test_weights_transposed_in_the_backward_pass_are_the_copies_that_are_kept(re
         begin_step(layers, arena)
         assert all((layer.operand is not None and layer.operand.data_t is not None) == (keeps or name.startswith("row"))
                    for layer in linears)  # fmt: skip
+        if name.startswith("row"):  # what it quantises, it quantises in both directions, whatever is kept
+            continue
         x, expert = draw(0, 21, 144), torch.arange(42, device=DEVICE).view(21, 2) % 2
         weight = torch.rand(21, 2, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         y = through_experts(layers, x, expert, weight)

@@ -81,8 +81,8 @@ def watch(
         optimizer = Muon(model, model.no_decay(), optim, LearningRate(optim, 10), torch.device("cpu"), rows)
     torch.manual_seed(0)
     # a kernel of rotary has a program for each token; a second step is for scales that come from a history
-    length, steps = (17, 2) if backend is BackendChoice.reference else (9, 1 if name == "bf16" else 2)
-    return audit(model, plan, arena, optimizer, [torch.randint(64, (2, length)) for _ in range(steps)], shortest=128)
+    shape, steps = ((2, 17), 2) if backend is BackendChoice.reference else ((1, 9), 1 if name == "bf16" else 2)
+    return audit(model, plan, arena, optimizer, [torch.randint(64, shape) for _ in range(steps)], shortest=128)
 
 
 def test_muons_momentum_is_seen_too() -> None:
