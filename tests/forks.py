@@ -41,7 +41,9 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded", Deprecati
 IMPORTED = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch.distributed.run", "torch._dynamo", "numpy", "hydra", "omegaconf", "rich.progress", "tokenizers",
-    "trainer.launch.composition", "trainer.trainer", "trainer.parallel.fsdp",
+    "trainer.launch.composition", "trainer.launch.agreement", "trainer.trainer", "trainer.run.own_settings",
+    "trainer.parallel.fsdp", "trainer.parallel.dispatch", "trainer.step.sharded_microbatch",
+    "trainer.step.pipelined_step", "torch.profiler._cupti_monitor", "pytest", "composed",
 )  # fmt: skip
 
 
@@ -59,6 +61,9 @@ def read_configs() -> None:
         importlib.import_module("omegaconf").OmegaConf.load(path)
     sys.argv[1:] = ["+recipe=fp8_delayed"]
     importlib.import_module("trainer.launch.composition").compose(configs)
+    texts = "a=b", "+a=b_c", "a.b=1", "a.b=-1e-5", "a.b=true", "a.b=null", "a.b=/a-b/c.d_1", "a.b=[1,2]", "a.b={c:d}"
+    for text in texts:  # Hydra's parser is slow at the first text of a kind
+        importlib.import_module("composed").parse(text)
 
 
 def become(words: list[str], folder: str, environment: dict[str, str]) -> int:

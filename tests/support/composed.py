@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -65,9 +66,10 @@ def _resolved(node: Any, root: dict[str, Any]) -> Any:
 
 def tree_of(overrides: Sequence[str]) -> dict[str, Any]:
     """What Hydra composes, as plain dicts and lists."""
-    parsed = [_parsed(text) for text in overrides]
-    files = tuple(text for text, each in zip(overrides, parsed, strict=True) if _is_plain(each.key_or_group))
-    tree = copy.deepcopy(_composed(files))
+    parsed = [parse(text) for text in overrides]
+    chosen = [(each.key_or_group, text) for text, each in zip(overrides, parsed, strict=True)]
+    files = sorted((each for each in chosen if _is_plain(each[0])), key=lambda each: each[0])  # the last of one counts
+    tree = copy.deepcopy(_composed(tuple(text for _, text in files)))
     for each in parsed:
         key = each.key_or_group
         if not _is_plain(key):
@@ -82,7 +84,8 @@ def tree_of(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 @cache
-def _parsed(text: str) -> Override:
+def parse(text: str) -> Override:
+    """An override as Hydra understands it."""
     return _parser.parse_override(text)
 
 
@@ -98,9 +101,11 @@ def _composed(files: tuple[str, ...]) -> dict[str, Any]:
         return _compose(files)
     kept = Path(folder) / hashlib.sha256(repr(files).encode()).hexdigest()
     if not kept.exists():
-        mine = kept.with_suffix(f".{os.getpid()}")
-        mine.write_bytes(pickle.dumps(_compose(files)))
-        mine.replace(kept)
+        with FileLock(f"{kept}.lock", poll_interval=0.01):  # ranks of a test want the same at the same time
+            if not kept.exists():
+                mine = kept.with_suffix(".new")
+                mine.write_bytes(pickle.dumps(_compose(files)))
+                mine.replace(kept)
     return pickle.loads(kept.read_bytes())
 
 
