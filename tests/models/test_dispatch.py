@@ -6,6 +6,7 @@ The processes run this file as a program, each on its sequences of the batch, al
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -59,16 +60,21 @@ CASES = {
     "ungated_one_process": Case("bf16", only=(2, 3), activation=Activation.xielu),
     "tokens_in_bf16": Case("fp8_delayed", ("table.moe.dispatch=bf16",)),
 }
+OF_TWO = "one_process", "delayed", "block_one_process"  # which two processes compute, too
+
+
+@cache
+def precision_of(recipe: str, keys: tuple[str, ...]) -> PrecisionConfig:
+    base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{recipe}.yaml")
+    return OmegaConf.to_object(OmegaConf.merge(*base, OmegaConf.from_dotlist([*keys])))  # type: ignore[return-value]
 
 
 def build(
     case: Case, group: dist.ProcessGroup | None = None, by: Slots | Hops | None = None
 ) -> tuple[DeepSeek, ScalingArena]:
     """A model with random weights, its experts spread over the group."""
-    base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{case.recipe}.yaml")
-    precision = OmegaConf.merge(*base, OmegaConf.from_dotlist(["backend=reference", *case.keys]))
     config = ModelConfig(**SIZES, activation=case.activation)  # type: ignore[arg-type]
-    plan = Plan(OmegaConf.to_object(precision), config.num_layers)  # type: ignore[arg-type]
+    plan = Plan(precision_of(case.recipe, ("backend=reference", *case.keys)), config.num_layers)
     with torch.device("meta"):
         model = DeepSeek(config, plan)
     model.to_empty(device="cpu")
@@ -133,15 +139,16 @@ def main(folder: Path) -> None:
         group = dist.group.WORLD
         assert group is not None
         amaxes = torch.load(folder / "amaxes.pt")
-        made = {name: one_layer(case, amaxes[name], rank, size, group) for name, case in CASES.items()}
-        for name, case in CASES.items():
+        cases = {name: case for name, case in CASES.items() if size == SIZE or name in OF_TWO}
+        made = {name: one_layer(case, amaxes[name], rank, size, group) for name, case in cases.items()}
+        for name, case in cases.items():
             slots = Slots(EqualSplits(group), 4.0, torch.zeros(()))
             again = one_layer(case, amaxes[name], rank, size, group, slots)
             made[f"{name} in slots"] = again | {"fill": slots.fill}
         if size == SIZE:  # as two nodes of two processes
             axes = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))
             hops = Hops(axes["nodes"].get_group(), axes["node"].get_group(), group)
-            for name, case in CASES.items():
+            for name, case in cases.items():
                 made[f"{name} in hops"] = one_layer(case, amaxes[name], rank, size, group, hops)
         slots = Slots(EqualSplits(group), 0.3, torch.zeros(()))  # of two processes too few slots, of four too few rows
         crowd = one_layer(CASES["one_process"], None, rank, size, group, slots)
@@ -231,7 +238,7 @@ def test_a_model_with_mtp_spread_over_processes_equals_one_process(single: dict,
 
 @pytest.mark.parametrize("name", CASES)
 def test_slots_change_no_bit(name: str, two: list, many: list) -> None:
-    for part in [*two, *many]:
+    for part in [*many, *(two if name in OF_TWO else [])]:
         theirs, ours = part[name], part[f"{name} in slots"]
         assert 0 <= ours.pop("fill") <= 1 and ours.keys() == theirs.keys()
         for key, value in ours.items():
