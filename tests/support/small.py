@@ -12,7 +12,7 @@ SMALL_MODEL = [
 SMALL = [
     *SMALL_MODEL,
     *("trainer.max_steps=6", "trainer.global_batch_size=4", "trainer.microbatch_size=2", "trainer.sequence_length=24"),
-    *("trainer.device=cpu", "optim.warmup_steps=2", "eval.every=0", "eval.batches=2", "eval.at_end=8"),
+    *("trainer.device=cpu", "optim.warmup_steps=2", "eval.every=0", "eval.batches=2", "eval.at_end=4"),
     *("logging.every=1", "logging.console.enabled=false", "checkpoint.every=0", "health.dashboard=false"),
     *("data=text", "data.validation_fraction=0.05"),
 ]
