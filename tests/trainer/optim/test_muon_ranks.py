@@ -46,14 +46,11 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "fsdp fp32": FSDP,
         "fsdp bf16": (*FSDP, BF16),
-        "ep fp32": (*FSDP, "parallel.expert=2"),
         "tensor fp32": ("parallel.tensor=2",),
         "context fp32": ("parallel.context=2",),
         "pipeline fp32": ("parallel.pipeline=2",),
-        "skipped": FSDP,
     },
     4: {
-        "fsdp fp32": FSDP,
         "hsdp fp32": HSDP,
         "ddp fp32": DDP,
         "ep fp32": (*FSDP, "parallel.expert=2"),
@@ -152,7 +149,7 @@ def test_every_layout_has_the_weights_of_one_process(results: dict[int, Any], si
     np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-5 if name.endswith("fp32") else 2.0**-5)
 
 
-@pytest.mark.parametrize("size", CASES)
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_skipped_step_changes_no_bit_on_any_rank(results: dict[int, Any], size: int) -> None:
     """Though one rank's loss was not a number, and messages carried the result."""
     assert results[size]["skipped"]["kept"]

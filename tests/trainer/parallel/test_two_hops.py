@@ -28,10 +28,10 @@ from trainer.step.train_step import train_step
 RUN = ["trainer.device=cpu", "precision.backend=reference", "trainer.max_steps=9", "optim.warmup_steps=2", "data=text"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "data.path=."]
 RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "parallel=fsdp", "parallel.expert=4"]
-CASES = {"fp32": ["precision=fp32"], "recomputed": ["precision=fp32", "recompute=full"]}
+CASES = {"fp32": ["precision=fp32", "recompute=full"]}
 CASES |= {"fp8_delayed": ["precision=fp8_delayed"], "fp8_block": ["precision=fp8_block"]}
 WAYS = "all_to_all", "two_hops"
-STEPS = 3
+STEPS = 2
 OPERAND = "layers.1.moe.experts.down:input"
 Made = dict[str, Any]
 
