@@ -82,7 +82,7 @@ def test_a_run_whose_end_cannot_be_saved_reports_it_after_its_summary(
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
     at(trainer, 6, lambda: (trainer.run.checkpointer.wait_for_save(), disk(True)))
     with pytest.raises(
-        TrainingStopped, match=r"training has finished, .* not saved: .*step 6 .*File too large.* earlier"
+        TrainingStopped, match=r"training has finished, .* not saved: .*step 6 .*File too large.* before is intact"
     ) as end:
         trainer.train()
     assert end.value.exit_code == 1 and "validation loss" in capsys.readouterr().out

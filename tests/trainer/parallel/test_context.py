@@ -64,7 +64,6 @@ CASES = {
         "plain full": Case((FP32, context(2), FULL)),
         "documents": Case((FP32, context(2), "recompute=selective", Q_LATENT, CLIP), documents=True),
         "spoilt": Case((FP32, context(2)), 3, spoil=1),
-        "plain tensor": Case((FP32, tensor(2))),
         "plain tensor expert": Case((FP32, tensor(2), EP, FULL)),
         "documents tensor": Case((FP32, tensor(2), "recompute=selective", Q_LATENT, CLIP), documents=True),
         "spoilt tensor": Case((FP32, tensor(2)), 3, spoil=1),
@@ -220,7 +219,7 @@ def test_amax_and_scale_of_a_weight_are_those_of_all_its_parts(runs: dict[int, A
     assert runs[2][f"{recipe} tensor"]["amaxes"] == runs[1][recipe]["amaxes"] != {}
 
 
-@pytest.mark.parametrize("name", ["plain tensor", "plain tensor expert", "documents tensor"])
+@pytest.mark.parametrize("name", ["plain tensor expert", "documents tensor"])
 def test_a_rank_of_a_tensor_group_holds_what_is_forecast(runs: dict[int, Any], name: str) -> None:
     held, forecast = runs[2][name]["held"]
     assert held == forecast < runs[1][name.split()[0]]["held"][0]
